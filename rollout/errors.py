@@ -166,6 +166,8 @@ class TrainerUnreachable(LLMError):
     """No connection, a broken one, or no answer in time."""
 
     retryable = True
+    stale_connection = False
+    """Closed by the peer before a byte of the answer came, as idle connections are: worth one more try at once."""
 
 
 class TrainerTimeout(TrainerUnreachable):

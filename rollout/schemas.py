@@ -29,7 +29,7 @@ SamplingParamsDict = dict[str, Any]
 
 
 class OpenAIFunctionPropertySchema(Struct, kw_only=True, omit_defaults=True):
-    """A JSON Schema of one property. Only what is set goes out; whatever is missing here can be given as a dict instead."""
+    """A JSON Schema of one property. Only what is set goes out; what is missing here can be given as a dict."""
 
     type: str | list[str] | UnsetType = UNSET
     description: str | None = None
@@ -131,7 +131,7 @@ def get_max_metadata_size_bytes() -> int:
 def set_max_metadata_size_bytes(size_bytes: int) -> None:
     """Change the process-wide limit of metadata. `ValueError` unless positive. Thread-safe."""
     global _metadata_limit_bytes
-    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes <= 0:
+    if type(size_bytes) is not int or size_bytes <= 0:
         raise ValueError(f"the metadata limit must be a positive number of bytes, got {size_bytes!r}")
     with _metadata_limit_lock:
         _metadata_limit_bytes = size_bytes
@@ -190,6 +190,12 @@ def _base_endpoints(server_url: str) -> Endpoints:
 @functools.lru_cache(maxsize=4096)
 def _full_url(text: str, field: str) -> URL:
     return parse_url(text, field, base=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def callback_url(text: str) -> URL:
+    """A URL that was checked before, as the client takes it."""
+    return URL(text)
 
 
 # ---------------------------------------------------------------- requests
@@ -271,10 +277,18 @@ class InitRequest(Struct, kw_only=True, frozen=True, gc=False):
             made = _base_endpoints(cast("str", self.server_url))
             if self.chat_completions_url is None and self.completion_callback_url is None:
                 return made
-        chat = made.chat if self.chat_completions_url is None else _full_url(self.chat_completions_url, "chat_completions_url")
+        chat = (
+            made.chat
+            if self.chat_completions_url is None
+            else _full_url(self.chat_completions_url, "chat_completions_url")
+        )
         if self.completion_callback_url is None:
             return Endpoints(chat, made.completed)
         return Endpoints(chat, _full_url(self.completion_callback_url, "completion_callback_url"))
+
+    def tool_endpoint(self) -> URL | None:
+        """Where the agent's tools are served, if the request says so."""
+        return None if self.tool_server_url is None else _full_url(self.tool_server_url, "tool_server_url")
 
     def view(self) -> RolloutRequest:
         """A new RolloutRequest that shares nothing mutable with this one or with any other view."""
@@ -313,9 +327,9 @@ _skip = msgspec.json.Decoder(Raw).decode
 _KINDS = {"{": "object", "[": "array", '"': "str", "t": "bool", "f": "bool", "n": "null"}
 
 
-def kind_of(text: bytes | Raw) -> str:
+def kind_of(text: Raw) -> str:
     """What kind of JSON value the text holds, by its first character."""
-    return _KINDS.get(chr(bytes(text[:1] if isinstance(text, bytes) else memoryview(text)[:1])[0]), "number")
+    return _KINDS.get(chr(memoryview(text)[0]), "number")
 
 
 def parse_init(body: bytes, metadata_limit_bytes: int) -> InitRequest:
@@ -346,16 +360,17 @@ def _check_init(request: InitRequest, metadata_limit_bytes: int) -> InitRequest:
     if not request.rollout_id.strip():
         raise InvalidRequest("must not be blank - at `$.rollout_id`")
     metadata = _checked_object(request.metadata, "metadata", optional=True)
-    if len(memoryview(metadata)) > metadata_limit_bytes:
-        raise InvalidRequest(
-            f"{len(memoryview(metadata))} bytes of JSON, more than the limit of {metadata_limit_bytes} - at `$.metadata`"
-        )
+    size = len(memoryview(metadata))
+    if size > metadata_limit_bytes:
+        raise InvalidRequest(f"{size} bytes of JSON, more than the limit of {metadata_limit_bytes} - at `$.metadata`")
     check_numbers(bytes(metadata))
     try:
         _decode_messages(request.messages)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(str(exc).replace("`$", "`$.messages")) if "`$" in str(exc) else InvalidRequest(
-            f"{exc} - at `$.messages`"
+        raise (
+            InvalidRequest(str(exc).replace("`$", "`$.messages"))
+            if "`$" in str(exc)
+            else InvalidRequest(f"{exc} - at `$.messages`")
         ) from None
     try:
         _decode_object(_checked_object(request.completion_params, "completion_params"))
@@ -395,7 +410,7 @@ def _checked_texts(request: InitRequest) -> dict[str, Any]:
                 changed[field] = bare or None
     if request.server_url is None and (request.chat_completions_url is None or request.completion_callback_url is None):
         raise InvalidRequest(
-            "Object missing required field `server_url` (or else both `chat_completions_url` and `completion_callback_url`)"
+            "Object missing required field `server_url`, or else `chat_completions_url` and `completion_callback_url`"
         )
     if request.server_url is not None:
         _base_endpoints(request.server_url)
@@ -447,7 +462,7 @@ class InitResponse(Struct, kw_only=True):
     """Each an OpenAIFunctionToolSchema, or the very dict that the agent gave."""
 
 
-class RolloutStatus(str, enum.Enum):
+class RolloutStatus(enum.StrEnum):
     """Where a rollout stands; the last two are final."""
 
     STARTED = "STARTED"
@@ -455,7 +470,7 @@ class RolloutStatus(str, enum.Enum):
     ERROR = "ERROR"
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     """What is being done about a rollout; the last two are final."""
 
     QUEUED = "queued"
@@ -465,7 +480,7 @@ class Phase(str, enum.Enum):
     UNDELIVERED = "undelivered"
 
 
-class ErrorCategory(str, enum.Enum):
+class ErrorCategory(enum.StrEnum):
     """Who or what ended a rollout as ERROR."""
 
     AGENT_ERROR = "agent_error"

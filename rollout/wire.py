@@ -1,8 +1,9 @@
 """JSON at the edge: what comes in is checked once, what goes out is always valid.
 
 In: `check_body()` and `check_numbers()` find, at C speed and without building anything, what a lazily decoded body
-could hide: bad UTF-8 in a skipped field, nesting beyond `MAX_DEPTH`, numbers out of range. Out: `encode()` is one call of the
-encoder when the value is plain, and falls back to `plain()`, which converts what has a meaning in JSON and names the rest.
+could hide: bad UTF-8 in a skipped field, nesting beyond `MAX_DEPTH`, numbers out of range. Out: `encode()` is one call
+of the encoder when the value is plain, and falls back to `plain()`, which converts what has a meaning in JSON and names
+the rest.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _has_non_finite(value: object) -> bool:
 
 
 def plain(value: object, path: str = "$", problems: list[str] | None = None) -> JSON:
-    """A copy made of dicts with str keys, lists, str, int, finite float, bool and None; `problems` collects what was lost."""
+    """A copy of dicts with str keys, lists, str, int, finite float, bool and None; `problems` names what was lost."""
     return _plain(value, path, [] if problems is None else problems, 0, set())
 
 

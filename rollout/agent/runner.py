@@ -1,0 +1,150 @@
+"""Runs one rollout: whatever the agent does becomes one `Outcome`."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import inspect
+import logging
+from typing import Any, cast
+
+from msgspec import Raw
+
+from rollout.agent.context import RolloutContext
+from rollout.agent.loop import RolloutResult
+from rollout.agent.outcome import Outcome, outcome_of
+from rollout.errors import LimitReached, LLMError, RolloutError
+from rollout.schemas import ErrorCategory, RolloutMetrics, RolloutStatus
+
+logger = logging.getLogger(__name__)
+
+
+class Cause(enum.Enum):
+    """Why a rollout is ended from outside: finish reason, error category, and the text for the trainer."""
+
+    CANCELLED = ("cancelled", ErrorCategory.CANCELLED, "the rollout was cancelled")
+    TIMEOUT = ("timeout", ErrorCategory.TIMEOUT, "the rollout ran past its deadline")
+    SHUTDOWN = ("shutdown", ErrorCategory.INTERRUPTED, "the service was shut down before the rollout had ended")
+    INTERRUPTED = ("interrupted", ErrorCategory.INTERRUPTED, "the service died before the rollout had ended")
+
+    @property
+    def finish_reason(self) -> str:
+        """The finish reason on the wire."""
+        return self.value[0]
+
+
+def ended_from_outside(rollout_id: str, cause: Cause, ctx: RolloutContext | None = None) -> Outcome:
+    """The outcome of a rollout that somebody else ended, with what it had reached. At any moment, also mid-run."""
+    finish_reason, category, text = cause.value
+    result = RolloutResult(
+        status=RolloutStatus.ERROR, final_messages=[], finish_reason=finish_reason, error_message=text
+    )
+    return _outcome(rollout_id, result, ctx, category=category)
+
+
+def _outcome(
+    rollout_id: str,
+    result: RolloutResult,
+    ctx: RolloutContext | None,
+    *,
+    category: ErrorCategory | None = None,
+    retryable: bool | None = None,
+) -> Outcome:
+    return outcome_of(
+        rollout_id,
+        result,
+        measured=RolloutMetrics() if ctx is None else ctx.measured(),
+        extra_fields={} if ctx is None else ctx.extra_fields,
+        reached=Raw(b"[]") if ctx is None else ctx.history.reached(),
+        category=category,
+        retryable=retryable,
+    )
+
+
+class RolloutRun:
+    """One run of an agent for one request.
+
+    `stop_cause` is set, before its task is cancelled, by whoever ends the run from outside; from then on the outcome
+    is that cause, whatever `run()` returns or raises.
+    """
+
+    __slots__ = ("_agent", "_rollout_id", "ctx", "stop_cause")
+
+    def __init__(self, agent: Any, ctx: RolloutContext) -> None:
+        self._agent = agent
+        self._rollout_id = ctx.rollout_id
+        self.ctx = ctx
+        self.stop_cause: Cause | None = None
+
+    async def run(self) -> Outcome:
+        """Await the agent. Never raises, not even what ends a process: one rollout's failure touches no other."""
+        try:
+            with self.ctx.span:
+                returned = self._agent.run(self.ctx)
+                if inspect.isawaitable(returned):
+                    returned = await returned
+        except BaseException as exc:
+            if isinstance(exc, GeneratorExit):
+                raise  # the interpreter is closing this very coroutine
+            outcome = self._of_exception(exc)
+        else:
+            outcome = self._of_return(returned)
+        if self.stop_cause is not None:
+            outcome = ended_from_outside(self._rollout_id, self.stop_cause, self.ctx)
+        await _settle_cancellation()
+        return outcome
+
+    def stopped(self) -> Outcome:
+        """The outcome now, of a run that does not end although it was told to."""
+        return ended_from_outside(self._rollout_id, self.stop_cause or Cause.CANCELLED, self.ctx)
+
+    def _of_return(self, returned: object) -> Outcome:
+        if isinstance(returned, RolloutResult):
+            return _outcome(self._rollout_id, returned, self.ctx)
+        result = self.ctx.error(
+            f"run() returned {type(returned).__name__}, not a RolloutResult; end with `return ctx.complete(messages)`"
+        )
+        return _outcome(self._rollout_id, result, self.ctx)
+
+    def _of_exception(self, exc: BaseException) -> Outcome:
+        if isinstance(exc, LimitReached):
+            result = self.ctx.complete([], finish_reason=exc.finish_reason)
+            result.final_messages = cast("list[dict[str, Any]]", self.ctx.history.reached())
+            return _outcome(self._rollout_id, result, self.ctx)
+        if isinstance(exc, LLMError):
+            logger.warning("rollout %r: %s", self._rollout_id, exc)
+            return _outcome(
+                self._rollout_id,
+                self.ctx.error(str(exc)),
+                self.ctx,
+                category=ErrorCategory.LLM_ERROR,
+                retryable=exc.retryable,
+            )
+        if self.stop_cause is None:
+            logger.error("rollout %r: the agent raised %s", self._rollout_id, type(exc).__name__, exc_info=exc)
+        return _outcome(self._rollout_id, self.ctx.error(_said(exc)), self.ctx)
+
+
+def _said(exc: BaseException) -> str:
+    if isinstance(exc, RolloutError):
+        return f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, asyncio.CancelledError):
+        return "the agent raised CancelledError although nobody had cancelled the rollout"
+    try:
+        text = str(exc)
+    except Exception:
+        text = "(its text could not be read)"
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+
+
+async def _settle_cancellation() -> None:
+    """Use up cancellations that the agent has left behind on this task, so that they do not hit what comes after it."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        return
+    while task.uncancel():
+        pass
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        task.uncancel()

@@ -1,0 +1,263 @@
+"""The command line: `python -m rollout`. The only place that prints."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from rollout._version import __version__
+from rollout.errors import AgentLoadError, MissingExtra, RolloutError, SettingsError
+from rollout.logs import configure_logging
+from rollout.setting_spec import PREFIX
+from rollout.settings import LoadedSettings, RolloutSettings, describe, load_settings
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_DESCRIPTION = """\
+The server between an RL trainer and its LLM agents: it accepts rollouts, runs your agent loop for each,
+asks the trainer for every LLM turn, and reports exactly one terminal result."""
+
+_EPILOG = """\
+examples:
+  python -m rollout demo                         see it work: 50 rollouts against a mock trainer
+  python -m rollout                              serve the built-in calculator agent on 127.0.0.1:9000
+  python -m rollout serve my_agent:agent         serve the `agent` in my_agent.py
+  python -m rollout validate my_agent:agent      check an agent before you serve it
+  python -m rollout settings                     every setting, its value and where it came from
+
+Settings come from OSMOSIS_ROLLOUT_... variables and from .env in the working directory; options win over both."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options; `--help` is made from it."""
+    parser = _Parser(
+        prog="python -m rollout",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rollout {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    _add_serve(commands.add_parser("serve", help="serve an agent (the default command)", description=serve_help()))
+    validate = commands.add_parser("validate", help="check an agent and show its tools as the trainer will get them")
+    validate.add_argument("agent", metavar="MODULE:ATTRIBUTE")
+    validate.add_argument("--json", action="store_true", help="print the findings as JSON")
+    settings = commands.add_parser("settings", help="print every setting: value, default, bounds, source")
+    settings.add_argument("--json", action="store_true", help="print them as JSON")
+    demo = commands.add_parser("demo", help="serve the calculator agent and drive it through the bundled dataset")
+    demo.add_argument(
+        "--rows", type=_positive, default=None, metavar="N", help="how many rows of the dataset (default: all 50)"
+    )
+    demo.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="rollouts at a time (default: 16)")
+    demo.add_argument("--json", action="store_true", help="print the results as JSON lines, without progress")
+    return parser
+
+
+def serve_help() -> str:
+    """What `serve --help` begins with."""
+    return (
+        "Serve an agent until SIGTERM or Ctrl-C; then running rollouts get their grace and all results are delivered."
+    )
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "agent",
+        nargs="?",
+        metavar="MODULE:ATTRIBUTE",
+        help="the agent (default: SERVER_AGENT, else the calculator example)",
+    )
+    parser.add_argument("--host", help="address to listen on (SERVER_HOST)")
+    parser.add_argument("--port", type=_port, help="port to listen on, 0 for a free one (SERVER_PORT)")
+    parser.add_argument(
+        "--loop",
+        choices=("asyncio", "uvloop", "auto"),
+        default="asyncio",
+        help="event loop; auto takes uvloop if it is installed (default: asyncio)",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
+
+
+def _port(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. 0 good, 1 the thing asked for failed, 2 it was asked for in a wrong way."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    options = build_parser().parse_args(_with_command(given))
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "serve": _serve,
+        "validate": _validate,
+        "settings": _settings,
+        "demo": _demo,
+    }
+    try:
+        return commands[options.command](options)
+    except SettingsError as exc:
+        return _complain(f"the settings are wrong:\n{exc}", EXIT_USAGE)
+    except AgentLoadError as exc:
+        return _complain(str(exc), EXIT_USAGE)
+    except RolloutError as exc:
+        return _complain(str(exc), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _with_command(given: list[str]) -> list[str]:
+    """`rollout`, `rollout my_agent:agent` and `rollout --port 1` mean `rollout serve ...`."""
+    if given and given[0] in ("-h", "--help", "--version"):
+        return given
+    if not given or given[0].startswith("-") or ":" in given[0]:
+        return ["serve", *given]
+    return given
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"rollout: {text}", file=sys.stderr)
+    return code
+
+
+# ---------------------------------------------------------------- serve
+
+
+def _serve(options: argparse.Namespace) -> int:
+    configure_logging(options.log_format, options.log_level)
+    loaded = _with_options(load_settings(), options)
+    settings, generated = _with_key(loaded.settings)
+    from rollout.agent.loading import load_agent
+    from rollout.server.app import create_app
+    from rollout.server.serving import bind, serve_app
+
+    agent = load_agent(settings.server.agent)
+    app = create_app(agent, settings)
+    host = settings.server.host
+    sockets = bind(host, settings.server.port)
+
+    def ready(port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        if generated:
+            print(f"API key (made now, shown once): {settings.server.api_key}", flush=True)
+        print(
+            f"serving agent {agent.name!r} on http://{shown}:{port}  (health: /health, API: /openapi.json)", flush=True
+        )
+
+    _run(serve_app(app, sockets, on_ready=ready), options.loop)
+    return EXIT_OK
+
+
+def _with_options(loaded: LoadedSettings, options: argparse.Namespace) -> LoadedSettings:
+    given = {"agent": options.agent, "host": options.host, "port": options.port}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        return loaded
+    server = msgspec.structs.replace(loaded.settings.server, **changes)
+    return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, server=server))
+
+
+def _with_key(settings: RolloutSettings) -> tuple[RolloutSettings, bool]:
+    """Off loopback a key is needed: make one if none is set. Whether it was made."""
+    from rollout.hosts import parse_address
+
+    host = settings.server.host
+    address = parse_address(host)
+    is_local = host == "localhost" or (address is not None and address.is_loopback)
+    if settings.server.api_key is not None or is_local:
+        return settings, False
+    key = f"osm_rollout_{secrets.token_urlsafe(24)}"
+    return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, api_key=key)), True
+
+
+def _run(main_coroutine: Coroutine[Any, Any, None], loop: str) -> None:
+    """Run to the end on the chosen loop. A SystemExit out of some task of an agent does not end the service."""
+    with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
+        running = runner.get_loop().create_task(main_coroutine)
+        while True:
+            try:
+                runner.get_loop().run_until_complete(running)
+            except (SystemExit, KeyboardInterrupt):
+                if running.done():
+                    raise
+                logging.getLogger(__name__).exception("a task tried to end the process; the service goes on")
+            else:
+                return
+
+
+def _loop_factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if loop == "asyncio":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        if loop == "auto":
+            return None
+        raise MissingExtra("--loop uvloop", "speed") from None
+    return uvloop.new_event_loop
+
+
+# ---------------------------------------------------------------- validate, settings, demo
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from rollout.agent.loading import load_agent
+    from rollout.agent.validator import validate_agent_loop
+
+    result = validate_agent_loop(load_agent(options.agent))
+    if options.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        print(result)
+        print("\nTools as the trainer will get them:")
+        print(msgspec.json.format(msgspec.json.encode(result.tools), indent=2).decode())
+    return EXIT_OK if result.valid else EXIT_FAILED
+
+
+def _settings(options: argparse.Namespace) -> int:
+    loaded = load_settings()
+    rows = describe(loaded.settings, loaded.sources)
+    if options.json:
+        print(json.dumps([msgspec.to_builtins(row) for row in rows], indent=2))
+        return EXIT_OK
+    headings = ("variable", "value", "default", "bounds", "source")
+    table = [headings, *(tuple(str(getattr(row, name)) for name in headings) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(headings))]
+    print(f"All variables begin with {PREFIX}")
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return EXIT_OK
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rollout.demo import run_demo
+
+    with contextlib.suppress(BrokenPipeError):
+        return run_demo(rows=options.rows, concurrency=options.concurrency, as_json=options.json)
+    return EXIT_OK

@@ -1,0 +1,1 @@
+"""Agents to start from, and the dataset that the demo runs."""

@@ -1,0 +1,1 @@
+"""The front door: the aiohttp application and what stands right behind it."""

@@ -1,0 +1,101 @@
+"""Reads one request body: as much as allowed, as slowly as allowed, and unpacked only as far as allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+from aiohttp import web
+
+from rollout.errors import BodyTooLarge, InvalidJSON, RequestTimeout, UnsupportedMediaType
+
+_ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_RAW_DEFLATE = -15
+
+
+def check_media_type(request: web.BaseRequest) -> str | None:
+    """The content encoding to undo, if any. Raises `UnsupportedMediaType` for what is not JSON or not known."""
+    headers = request.headers
+    kind = headers.get("Content-Type")
+    if kind and kind != "application/json":
+        essence = kind.partition(";")[0].strip().lower()
+        if essence not in ("application/json", "text/json") and not (
+            essence.startswith("application/") and essence.endswith("+json")
+        ):
+            raise UnsupportedMediaType("the Content-Type must be application/json")
+    encoding = headers.get("Content-Encoding")
+    if encoding is None:
+        return None
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return None
+    if name not in _ENCODINGS:
+        raise UnsupportedMediaType("the Content-Encoding must be gzip, deflate or identity")
+    return name
+
+
+async def read_body(request: web.BaseRequest, limit_bytes: int, pause_seconds: float) -> bytes:
+    """The body, decompressed. Raises `BodyTooLarge`, `RequestTimeout`, `UnsupportedMediaType`, `InvalidJSON`.
+
+    The limit counts after decompression and holds whatever limit the surrounding application has. The time limit is
+    for a pause, not for the whole: a large body over a slow line is fine as long as it comes.
+    """
+    encoding = check_media_type(request)
+    length = request.content_length
+    if length is not None and length > limit_bytes:
+        raise BodyTooLarge(f"the body has {length} bytes, the limit is {limit_bytes}")
+    try:
+        body = await _read(request, limit_bytes, pause_seconds)
+    except web.RequestPayloadError as exc:
+        raise InvalidJSON(f"the body cannot be read: {exc}") from None
+    return body if encoding is None else _unpack(body, encoding, limit_bytes)
+
+
+async def _read(request: web.BaseRequest, limit_bytes: int, pause_seconds: float) -> bytes:
+    content = request.content
+    if content.is_eof():  # it came with the headers, as small ones do: no need to wait for anything
+        body = content.read_nowait(-1)
+        if len(body) > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
+        return body
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(pause_seconds):
+                part = await content.readany()
+        except TimeoutError:
+            raise RequestTimeout(f"no byte of the body for {pause_seconds:g} s") from None
+        if not part:
+            return b"".join(parts)
+        size += len(part)
+        if size > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
+        parts.append(part)
+
+
+def _unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """Undo the encoding, unless the server in front of us has: JSON starts with neither magic number."""
+    if encoding.endswith("gzip"):
+        if body[:2] != b"\x1f\x8b":
+            return body
+        return _inflate(body, _ENCODINGS[encoding], limit_bytes)
+    if body[:1] in (b"{", b"[", b" ", b"\n", b"\r", b"\t", b""):
+        return body
+    try:
+        return _inflate(body, _ENCODINGS[encoding], limit_bytes)
+    except InvalidJSON:
+        return _inflate(body, _RAW_DEFLATE, limit_bytes)
+
+
+def _inflate(body: bytes, window_bits: int, limit_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(window_bits)
+    try:
+        text = unpacker.decompress(body, limit_bytes + 1)
+    except zlib.error:
+        raise InvalidJSON("the body is not what its Content-Encoding says") from None
+    if len(text) > limit_bytes:
+        raise BodyTooLarge(f"the body has more than {limit_bytes} bytes when unpacked")
+    if not unpacker.eof or unpacker.unused_data:
+        raise InvalidJSON("the compressed body is cut off, or something follows it")
+    return text

@@ -1,0 +1,109 @@
+"""Serves an application on a socket, with its own signal handling: drain first, then close the door."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from rollout.errors import RolloutError
+from rollout.server.app import SERVICE
+from rollout.server.guard import guarded
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+KEEPALIVE_SECONDS = 75.0
+_CLEANUP_SECONDS = 5.0
+
+
+class AddressInUse(RolloutError):
+    """Another process listens there already, or the address cannot be bound."""
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for a host and port (0: a free one). Raises `AddressInUse` naming both.
+
+    Never SO_REUSEPORT: a second server on the same port would get half of the requests without anybody noticing.
+    """
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise AddressInUse(f"the host {host!r} cannot be resolved: {exc}") from None
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        listener = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if port == 0 and sockets:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as exc:
+            listener.close()
+            for other in sockets:
+                other.close()
+            why = "it is in use by another process" if exc.errno == errno.EADDRINUSE else exc.strerror
+            raise AddressInUse(f"cannot listen on {host}:{port}: {why}") from None
+        listener.setblocking(False)
+        sockets.append(listener)
+    return sockets
+
+
+async def serve_app(
+    app: web.Application, sockets: list[socket.socket], *, on_ready: Callable[[int], Any] | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT; returns after the drain. A second signal ends the process at once.
+
+    While draining the door stays open, so that new inits are told 503 and `/health` says why.
+    """
+    service = app[SERVICE]
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        auto_decompress=False,  # bodies are unpacked where the limit is known
+        handle_signals=False,
+        shutdown_timeout=_CLEANUP_SECONDS,
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    _handle_signals(loop, stop)
+    await runner.setup()
+    servers: list[asyncio.Server] = []
+    try:
+        factory = guarded(runner.server, service.settings.server.read_timeout_seconds, loop)
+        servers += [await loop.create_server(factory, sock=listener, backlog=BACKLOG) for listener in sockets]
+        if on_ready is not None:
+            on_ready(sockets[0].getsockname()[1])
+        await stop.wait()
+        await service.stop()
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+
+
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            logger.error("second signal: exiting at once, results that were not delivered are lost")
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(128 + number)
+        logger.info("signal %d: draining; once more to exit at once", number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)

@@ -1,0 +1,230 @@
+"""The service's client of the trainer: one session for the process, a light handle for each rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import logging
+import time
+import urllib.parse
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+from aiohttp.resolver import ThreadedResolver
+from msgspec import Struct
+from yarl import URL
+
+from rollout.completions import CompletionsResult, SentMessages, encode_call, error_of
+from rollout.errors import BadCompletion, RolloutError, TrainerRefused, TrainerTimeout, TrainerUnreachable
+from rollout.metrics import Metrics
+from rollout.retry import Clock, RetryPolicy, with_retries
+from rollout.schemas import MessageDict
+from rollout.settings import RolloutClientSettings
+from rollout.tracing import Span
+from rollout.wire import encode
+
+logger = logging.getLogger(__name__)
+
+ANSWER_LIMIT_BYTES = 256 * 1024 * 1024
+"""A longer answer is cut off and refused: no trainer means it, and no process survives many of them."""
+
+_CONNECT_SECONDS = 10.0
+_KEEPALIVE_SECONDS = 4.0  # below the 5 s after which common servers close an idle connection
+_DRAIN_BYTES = 64 * 1024
+_DRAIN_SECONDS = 1.0
+_NO_SPAN = Span()
+_JSON_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+
+
+class _Answer(Struct):
+    status: int
+    content_type: str
+    retry_after: str | None
+    body: bytes
+
+
+class Trainer:
+    """Owner of the one `ClientSession`. No cookies, no redirects, no proxy from the environment, no cap on connections
+    unless a setting names one. An async context manager; safe for any number of concurrent calls on its loop.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutClientSettings,
+        metrics: Metrics,
+        *,
+        resolver: AbstractResolver | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.policy = RetryPolicy(
+            retries=settings.max_retries,
+            base_delay_seconds=settings.retry_base_delay,
+            max_delay_seconds=settings.retry_max_delay,
+        )
+        self.metrics = metrics
+        self.clock = clock
+        self._settings = settings
+        self._resolver = resolver
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Trainer:
+        seconds = self._settings.timeout_seconds
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=self._settings.max_connections,
+                keepalive_timeout=_KEEPALIVE_SECONDS,
+                # Named, because an installed aiodns would silently take its place.
+                resolver=self._resolver if self._resolver is not None else ThreadedResolver(),
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, _CONNECT_SECONDS)),
+            auto_decompress=True,
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def post(self, url: URL, body: bytes, headers: dict[str, str]) -> _Answer:
+        """One POST, its answer read up to `ANSWER_LIMIT_BYTES`; connection trouble and timeouts as typed errors."""
+        try:
+            async with self._open(url, body, headers) as response:
+                kind = response.headers.get("Content-Type", "")
+                if kind.startswith("text/event-stream") and response.status < 300:
+                    response.close()  # it may never end
+                    raise BadCompletion(
+                        "the trainer answered with a stream (text/event-stream), which was not asked for"
+                    )
+                return _Answer(response.status, kind, response.headers.get("Retry-After"), await _read(response))
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+            raise self._failure(exc) from exc
+
+    async def deliver(self, url: URL, body: bytes, headers: dict[str, str]) -> None:
+        """One POST of a terminal result. Returns when the status line says 2xx, whatever comes after it."""
+        try:
+            async with self._open(url, body, headers) as response:
+                status, retry_after = response.status, response.headers.get("Retry-After")
+                said = await _drain(response)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+            raise self._failure(exc) from exc
+        if not 200 <= status < 300:
+            raise error_of(status, said, retry_after, "the result")
+
+    def _open(self, url: URL, body: bytes, headers: dict[str, str]) -> Any:
+        if self._http is None:
+            raise TrainerUnreachable("the client session is closed")
+        # From 1 MiB on aiohttp warns about bytes that are written at once; a file object goes out in pieces.
+        data = body if len(body) < 1 << 20 else io.BytesIO(body)
+        return self._http.post(url, data=data, headers=headers, allow_redirects=False)
+
+    def _failure(self, exc: Exception) -> TrainerUnreachable:
+        if isinstance(exc, TimeoutError):
+            return TrainerTimeout(f"no answer from the trainer within {self._settings.timeout_seconds:g} s")
+        failure = TrainerUnreachable(f"the trainer cannot be reached: {_describe(exc)}")
+        failure.stale_connection = isinstance(exc, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+        return failure
+
+
+def _describe(exc: Exception) -> str:
+    text = str(exc) if isinstance(exc, (OSError, aiohttp.ClientError)) else ""
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > ANSWER_LIMIT_BYTES:
+            response.close()
+            raise BadCompletion(f"the trainer's answer is larger than {ANSWER_LIMIT_BYTES} bytes")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _drain(response: aiohttp.ClientResponse) -> bytes:
+    """Read a short body so that the connection can be used again; a long, slow or broken one costs the connection."""
+    parts: list[bytes] = []
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while not response.content.at_eof():
+                parts.append(await response.content.readany())
+                if sum(map(len, parts)) > _DRAIN_BYTES:
+                    break
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        response.close()
+    return b"".join(parts)
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The headers of a JSON POST, with the key when there is one."""
+    return _JSON_HEADERS if key is None else {**_JSON_HEADERS, "Authorization": f"Bearer {key}"}
+
+
+def idempotency_header(rollout_id: str) -> str:
+    """The id as a header value: percent-encoded where ASCII ends, so that different ids stay different."""
+    return urllib.parse.quote(rollout_id, safe="-_.~:/@+=,;!$'()*")
+
+
+class TrainerSession:
+    """The LLM of one rollout: an `LLMClient` whose calls go to the trainer, through the retries, until the deadline."""
+
+    __slots__ = ("_deadline", "_headers", "_rollout_id", "_span", "_trainer", "_url", "retries")
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        url: URL,
+        *,
+        rollout_id: str,
+        key: str | None,
+        deadline: float | None = None,
+        span: Span = _NO_SPAN,
+    ) -> None:
+        self._trainer = trainer
+        self._url = url
+        self._rollout_id = rollout_id
+        self._headers = bearer(key)
+        self._deadline = deadline
+        self._span = span
+        self.retries = 0
+
+    async def chat_completions(self, messages: list[MessageDict], **params: Any) -> CompletionsResult:
+        """One turn. Raises an `LLMError`: what could be retried has been, within the policy and the deadline."""
+        text = messages.text if isinstance(messages, SentMessages) else encode(messages)[0]
+        body = encode_call(text, self._rollout_id, params)
+        with self._span.child("chat", str(params.get("model", "default"))) as span:
+            traced = span.headers()
+            headers = {**self._headers, **traced} if traced else self._headers
+            return await with_retries(
+                functools.partial(self._call, body, headers),
+                self._trainer.policy,
+                deadline=self._deadline,
+                clock=self._trainer.clock,
+                on_retry=self._retried,
+            )
+
+    async def _call(self, body: bytes, headers: dict[str, str]) -> CompletionsResult:
+        answer = await self._trainer.post(self._url, body, headers)
+        if 200 <= answer.status < 300:
+            return CompletionsResult.from_body(answer.body)
+        if 300 <= answer.status < 400:
+            raise TrainerRefused(
+                f"the trainer answered {answer.status}, a redirect, which is not followed", answer.status
+            )
+        raise error_of(answer.status, answer.body, answer.retry_after, "chat completions")
+
+    def _retried(self, exc: RolloutError, failures: int, pause_seconds: float) -> None:
+        self.retries += 1
+        self._trainer.metrics.llm_retries.inc()
+        logger.info(
+            "rollout %r: LLM call failed (%s), try %d in %.2f s", self._rollout_id, exc, failures + 1, pause_seconds
+        )
