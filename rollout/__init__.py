@@ -44,6 +44,9 @@ if TYPE_CHECKING:
         get_tool_call_info,
         parse_tool_arguments,
     )
+    from rollout.agent.tool_check import (
+        ValidationFinding,
+    )
     from rollout.agent.tool_results import (
         create_tool_error_result,
         create_tool_result,
@@ -155,6 +158,7 @@ _HOMES = {
         "get_tool_call_info",
         "parse_tool_arguments",
     ),
+    "rollout.agent.tool_check": ("ValidationFinding",),
     "rollout.agent.tool_results": (
         "create_tool_error_result",
         "create_tool_result",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import ipaddress
 import json
 import logging
 import secrets
@@ -61,7 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     settings.add_argument("--json", action="store_true", help="print them as JSON")
     demo = commands.add_parser("demo", help="serve the calculator agent and drive it through the bundled dataset")
     demo.add_argument(
-        "--rows", type=_positive, default=None, metavar="N", help="how many rows of the dataset (default: all 50)"
+        "--rows",
+        type=_positive,
+        default=None,
+        metavar="N",
+        help="how many rollouts; beyond the 50 rows of the dataset it begins anew (default: 50)",
     )
     demo.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="rollouts at a time (default: 16)")
     demo.add_argument("--json", action="store_true", help="print the results as JSON lines, without progress")
@@ -185,15 +189,18 @@ def _with_options(loaded: LoadedSettings, options: argparse.Namespace) -> Loaded
 
 def _with_key(settings: RolloutSettings) -> tuple[RolloutSettings, bool]:
     """Off loopback a key is needed: make one if none is set. Whether it was made."""
-    from rollout.hosts import parse_address
-
-    host = settings.server.host
-    address = parse_address(host)
-    is_local = host == "localhost" or (address is not None and address.is_loopback)
-    if settings.server.api_key is not None or is_local:
+    if settings.server.api_key is not None or _is_loopback(settings.server.host):
         return settings, False
     key = f"osm_rollout_{secrets.token_urlsafe(24)}"
     return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, api_key=key)), True
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there; 0.0.0.0 and :: are every address, so they are not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _run(main_coroutine: Coroutine[Any, Any, None], loop: str) -> None:
@@ -256,8 +263,7 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    configure_logging("text", "error")
     from rollout.demo import run_demo
 
-    with contextlib.suppress(BrokenPipeError):
-        return run_demo(rows=options.rows, concurrency=options.concurrency, as_json=options.json)
-    return EXIT_OK
+    return run_demo(rows=options.rows, concurrency=options.concurrency, as_json=options.json)

@@ -11,7 +11,7 @@ from msgspec import Raw
 from rollout.errors import BadCompletion, TrainerRefused, TrainerUnavailable
 from rollout.retry import parse_retry_after
 from rollout.schemas import COMPLETION_DEFAULTS, CompletionsChoice, MessageDict, decode_completion
-from rollout.wire import JSON, encode, encode_strict, nests_deeper
+from rollout.wire import JSON, canonical_digest, encode, encode_strict, nests_deeper
 
 EXCERPT_CHARACTERS = 1000
 """How much of a trainer's text an error repeats."""
@@ -133,10 +133,15 @@ def _no_constant(name: str) -> JSON:
     raise ValueError(name)
 
 
-def _first(*found: Raw | None) -> Any:
+def _first(*found: Raw) -> Any:
+    """The first of the values that is there and not null."""
     for raw in found:
-        if raw is not None:
-            return msgspec.json.decode(raw)
+        try:
+            value = msgspec.json.decode(raw)
+        except msgspec.DecodeError as exc:
+            raise BadCompletion(f"a part of the trainer's answer cannot be read: {exc}") from None
+        if value is not None:
+            return value
     return None
 
 
@@ -202,6 +207,15 @@ def encode_call(messages_text: bytes, rollout_id: str, params: Mapping[str, Any]
     return encode(body)[0]
 
 
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
+
+
+def _is_same(one: Raw, other: Raw) -> bool:
+    """Whether two JSON texts are the same value; to Python, but not to JSON, true is 1."""
+    text, other_text = bytes(one), bytes(other)
+    return text == other_text or canonical_digest(text) == canonical_digest(other_text)
+
+
 class History:
     """What has been sent and answered in one rollout, as JSON text: the append-only check and the partial result.
 
@@ -228,8 +242,8 @@ class History:
             return True
         if before == b"[]":
             return True
-        old, new = msgspec.json.decode(before), msgspec.json.decode(text)
-        return bool(new[: len(old)] == old)
+        old, new = _decode_items(before), _decode_items(text)
+        return len(old) <= len(new) and all(map(_is_same, old, new))
 
     def record(self, text: bytes) -> None:
         """These messages have been sent; no answer yet."""

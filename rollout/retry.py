@@ -8,8 +8,10 @@ asks for in `Retry-After` wins, up to five minutes (RFC 9110, 10.2.3).
 from __future__ import annotations
 
 import asyncio
+import datetime
 import email.utils
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -24,6 +26,8 @@ Clock = Callable[[], float]
 """A monotonic clock in seconds."""
 
 T = TypeVar("T")
+
+_SECONDS = re.compile(r"[0-9]{1,20}(?:\.[0-9]{0,20})?", re.ASCII)
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -42,19 +46,23 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
 
 
 def parse_retry_after(value: str | None, wall_clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds that a Retry-After header asks for: a number or an HTTP date; never negative, None if it says nothing."""
+    """Seconds that a Retry-After header asks for: a number or an HTTP date; never negative, None if it says nothing.
+
+    What Python would take for a float ("nan", "inf", "1_0", "-5") but HTTP does not, says nothing.
+    """
     if value is None:
         return None
     text = value.strip()
-    try:
+    if _SECONDS.fullmatch(text):
         seconds = float(text)
-    except ValueError:
+    else:
         try:
-            seconds = email.utils.parsedate_to_datetime(text).timestamp() - wall_clock()
+            date = email.utils.parsedate_to_datetime(text)
+            if date.tzinfo is None:
+                date = date.replace(tzinfo=datetime.UTC)  # the asctime form has no zone and means GMT
+            seconds = date.timestamp() - wall_clock()
         except (ValueError, TypeError, OverflowError):
             return None
-    if seconds != seconds:  # "nan" is a float to Python
-        return None
     return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_SECONDS)
 
 

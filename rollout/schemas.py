@@ -237,7 +237,22 @@ class ReceivedRequest(RolloutRequest, kw_only=True):
         if name != "metadata":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.metadata = value = cast("dict[str, Any]", msgspec.json.decode(self.metadata_text))
+        self.metadata_text = b""
         return value
+
+    # What reads the fields in C finds the deleted one missing: it is decoded first.
+
+    def __eq__(self, other: object) -> bool:
+        _ = self.metadata, getattr(other, "metadata", None)
+        return super().__eq__(other)
+
+    def __copy__(self) -> ReceivedRequest:
+        _ = self.metadata
+        return cast("ReceivedRequest", super().__copy__())  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        _ = self.metadata
+        return super().__reduce__()
 
 
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
@@ -576,14 +591,18 @@ COMPLETION_DEFAULTS: dict[str, JSON] = {
 }
 
 
+NULL = Raw(b"null")
+"""Stands for what is missing: msgspec reads `Raw | None` as if only null were allowed."""
+
+
 class CompletionsChoice(Struct, kw_only=True):
     """One choice; everything but the message may be missing."""
 
     message: Any = None
     index: Any = None
     finish_reason: Any = None
-    logprobs: Raw | None = None
-    token_ids: Raw | None = None
+    logprobs: Raw = NULL
+    token_ids: Raw = NULL
 
 
 class CompletionsResponse(Struct, kw_only=True):
@@ -598,9 +617,9 @@ class CompletionsResponse(Struct, kw_only=True):
     created: Any = None
     model: Any = None
     usage: Any = None
-    token_ids: Raw | None = None
-    logprobs: Raw | None = None
-    prompt_token_ids: Raw | None = None
+    token_ids: Raw = NULL
+    logprobs: Raw = NULL
+    prompt_token_ids: Raw = NULL
 
 
 CompletionUsage = dict[str, Any]

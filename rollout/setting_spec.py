@@ -22,6 +22,7 @@ Kind: TypeAlias = Literal["count", "seconds", "flag", "text"]
 
 _LONGEST_QUOTE = 200
 _KINDS: dict[object, Kind] = {int: "count", float: "seconds", bool: "flag", str: "text"}
+_STATE_URL_FORMS = "use memory:, sqlite:///relative.db or sqlite:////absolute.db"
 _STATE_URL = re.compile(r"memory:|sqlite:///[^:?#][^?#]*(?<!/)")
 
 
@@ -162,9 +163,11 @@ def check_host(text: str) -> str | None:
 
 def check_state_url(text: str) -> str | None:
     """Whether there is a store for the URL; what is wrong, or None."""
+    if text.endswith(":memory:"):
+        return f"is not supported: it would forget everything with the process; {_STATE_URL_FORMS}"
     if _STATE_URL.fullmatch(text):
         return None
-    return "is not supported; use memory:, sqlite:///relative.db or sqlite:////absolute.db"
+    return f"is not supported; {_STATE_URL_FORMS}"
 
 
 def check_hosts(text: str) -> str | None:

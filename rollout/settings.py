@@ -133,6 +133,12 @@ class RolloutServerSettings(_Section, frozen=True, kw_only=True):
             check=check_state_url,
         ),
     ] = "memory:"
+    checkpoint_turns: Annotated[
+        bool, Rule("Whether the messages are put in safety after each turn, if state is durable.")
+    ] = False
+    resume_rollouts: Annotated[
+        bool, Rule("Whether a restart runs interrupted rollouts again instead of reporting them.")
+    ] = False
     debug_dir: Annotated[
         str | None, Rule("Folder for one JSONL trace a rollout; they hold message content.", form="path")
     ] = None

@@ -67,7 +67,8 @@ class Trace:
 
 
 def _line(event: str, data: dict[str, object]) -> bytes:
-    head: dict[str, object] = {"at": datetime.datetime.now(datetime.UTC), "event": event}
+    now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+    head: dict[str, object] = {"at": now.isoformat(timespec="microseconds") + "Z", "event": event}
     line, problems = encode({**head, **data})
     if problems:
         line, _ = encode({**head, **data, "problems": problems})

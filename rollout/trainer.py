@@ -17,13 +17,13 @@ from aiohttp.resolver import ThreadedResolver
 from msgspec import Struct
 from yarl import URL
 
-from rollout.completions import CompletionsResult, SentMessages, encode_call, error_of
+from rollout.completions import CompletionsResult, SentMessages, encode_call, error_of, usage_tokens
 from rollout.errors import BadCompletion, RolloutError, TrainerRefused, TrainerTimeout, TrainerUnreachable
 from rollout.metrics import Metrics
 from rollout.retry import Clock, RetryPolicy, with_retries
 from rollout.schemas import MessageDict
 from rollout.settings import RolloutClientSettings
-from rollout.tracing import Span
+from rollout.tracing import Attributes, Span
 from rollout.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,15 @@ class Trainer:
         if isinstance(exc, TimeoutError):
             return TrainerTimeout(f"no answer from the trainer within {self._settings.timeout_seconds:g} s")
         failure = TrainerUnreachable(f"the trainer cannot be reached: {_describe(exc)}")
-        failure.stale_connection = isinstance(exc, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+        failure.stale_connection = _was_closed(exc)
         return failure
+
+
+def _was_closed(exc: Exception) -> bool:
+    """Whether an open connection went away before the answer began: while it was read, or while we were writing."""
+    if isinstance(exc, aiohttp.ClientConnectorError):
+        return False
+    return isinstance(exc, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError))
 
 
 def _describe(exc: Exception) -> str:
@@ -177,7 +184,7 @@ def idempotency_header(rollout_id: str) -> str:
 class TrainerSession:
     """The LLM of one rollout: an `LLMClient` whose calls go to the trainer, through the retries, until the deadline."""
 
-    __slots__ = ("_deadline", "_headers", "_rollout_id", "_span", "_trainer", "_url", "retries")
+    __slots__ = ("_calls", "_deadline", "_headers", "_key", "_rollout_id", "_span", "_trainer", "_url", "retries")
 
     def __init__(
         self,
@@ -188,6 +195,7 @@ class TrainerSession:
         key: str | None,
         deadline: float | None = None,
         span: Span = _NO_SPAN,
+        run: int = 1,
     ) -> None:
         self._trainer = trainer
         self._url = url
@@ -195,22 +203,30 @@ class TrainerSession:
         self._headers = bearer(key)
         self._deadline = deadline
         self._span = span
+        self._key = f"{idempotency_header(rollout_id)}:{run}:"
+        self._calls = 0
         self.retries = 0
 
     async def chat_completions(self, messages: list[MessageDict], **params: Any) -> CompletionsResult:
-        """One turn. Raises an `LLMError`: what could be retried has been, within the policy and the deadline."""
+        """One turn. Raises an `LLMError`: what could be retried has been, within the policy and the deadline.
+
+        All tries of a turn carry one `Idempotency-Key`; another run of the same rollout has others.
+        """
         text = messages.text if isinstance(messages, SentMessages) else encode(messages)[0]
         body = encode_call(text, self._rollout_id, params)
         with self._span.child("chat", str(params.get("model", "default"))) as span:
-            traced = span.headers()
-            headers = {**self._headers, **traced} if traced else self._headers
-            return await with_retries(
+            self._calls += 1
+            headers = {**self._headers, "Idempotency-Key": f"{self._key}{self._calls}", **span.headers()}
+            result = await with_retries(
                 functools.partial(self._call, body, headers),
                 self._trainer.policy,
                 deadline=self._deadline,
                 clock=self._trainer.clock,
                 on_retry=self._retried,
             )
+            span.set(Attributes.INPUT_TOKENS, usage_tokens(result.usage, "prompt_tokens"))
+            span.set(Attributes.OUTPUT_TOKENS, usage_tokens(result.usage, "completion_tokens"))
+            return result
 
     async def _call(self, body: bytes, headers: dict[str, str]) -> CompletionsResult:
         answer = await self._trainer.post(self._url, body, headers)

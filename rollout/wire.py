@@ -8,6 +8,7 @@ the rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -31,6 +32,7 @@ MAX_DEPTH = 100
 _ALL = set(range(256))
 _NOT_OPENERS = bytes(_ALL - set(b"[{"))
 _NOT_STRUCTURE = bytes(_ALL - set(b'[]{}"'))
+_SQUARE = bytes.maketrans(b"{}", b"[]")
 _LONG_NUMBER = b"0" * 200  # with a two-digit exponent more digits than this may exceed what a double holds
 _SHAPES = bytes(0x30 if chr(c).isdigit() else 0x65 if c in b"eE" else 0x20 for c in range(256))
 
@@ -45,11 +47,11 @@ def nests_deeper(text: bytes, limit: int = MAX_DEPTH) -> bool:
         return False
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    brackets = text.translate(None, _NOT_STRUCTURE).replace(b'""', b"")
+    brackets = text.translate(_SQUARE, _NOT_STRUCTURE).replace(b'""', b"")
     if b'"' in brackets:
         brackets = b"".join(brackets.split(b'"')[::2])
     for _ in range(limit):
-        shorter = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
             break
         brackets = shorter
@@ -129,22 +131,25 @@ def encode(value: object, path: str = "$") -> tuple[bytes, list[str]]:
 
     NumPy scalars, tuples, sets, datetimes, UUIDs, Decimals, enums, dataclasses and Structs become what they mean;
     NaN and infinities become null and are named; an object without a meaning in JSON becomes its type's name in
-    angle brackets and is named; lone surrogates become U+FFFD.
+    angle brackets and is named; lone surrogates become U+FFFD. A `msgspec.Raw` is taken at its word.
     """
-    try:
+    with contextlib.suppress(Exception):  # of whatever kind: the slow way finds out which part of the value it was
         text = _encoder.encode(value)
-    except Exception:
-        return _encode_slowly(value, path)
-    if b"null" in text and _has_non_finite(value):
-        return _encode_slowly(value, path)
-    if nests_deeper(text):
-        return _encode_slowly(value, path)
-    return text, []
-
-
-def _encode_slowly(value: object, path: str) -> tuple[bytes, list[str]]:
+        if not (b"null" in text and _has_non_finite(value)) and not nests_deeper(text) and not _overflows(text):
+            return text, []
     problems: list[str] = []
     return _encoder.encode(plain(value, path, problems)), problems
+
+
+def _overflows(text: bytes) -> bool:
+    """Whether a Decimal beyond what a double holds was written; only those are written with a capital E."""
+    if b"E+" not in text:
+        return False
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return True
+    return False
 
 
 def _has_non_finite(value: object) -> bool:
@@ -177,17 +182,17 @@ def plain(value: object, path: str = "$", problems: list[str] | None = None) -> 
 
 
 def _plain(value: object, path: str, problems: list[str], depth: int, above: set[int]) -> JSON:
-    if value is None or isinstance(value, bool):
+    if value is None or value is True or value is False:
         return value
-    if isinstance(value, str):
-        return _clean(value)
-    if isinstance(value, int):
-        return _plain_int(value, path, problems)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        problems.append(f"{path} is {value!r}, which JSON cannot hold")
-        return None
+    try:
+        if isinstance(value, str):
+            return _clean(value)
+        if isinstance(value, int):
+            return _plain_int(value, path, problems)
+        if isinstance(value, float):
+            return _plain_float(value, path, problems)
+    except Exception as exc:
+        return _lost(value, path, problems, exc)
     if depth >= MAX_DEPTH - 2:
         problems.append(f"{path} nests deeper than {MAX_DEPTH} levels")
         return None
@@ -197,26 +202,39 @@ def _plain(value: object, path: str, problems: list[str], depth: int, above: set
     above.add(id(value))
     try:
         return _plain_container(value, path, problems, depth, above)
+    except Exception as exc:
+        return _lost(value, path, problems, exc)
     finally:
         above.discard(id(value))
+
+
+def _lost(value: object, path: str, problems: list[str], exc: Exception) -> str:
+    """What stands for an object that raises when it is looked at."""
+    kind = type(value).__name__
+    problems.append(f"{path} is a {kind} that could not be converted ({type(exc).__name__})")
+    return f"<{kind}>"
 
 
 def _plain_container(value: object, path: str, problems: list[str], depth: int, above: set[int]) -> JSON:
     if isinstance(value, msgspec.Raw):
         return _plain(decode(bytes(value)), path, problems, depth, above)
     if isinstance(value, Mapping):
-        return {_clean(_key(k)): _plain(v, f"{path}.{_key(k)}", problems, depth + 1, above) for k, v in value.items()}
+        named = [(_key(k), v) for k, v in value.items()]
+        return {k: _plain(v, f"{path}.{k}", problems, depth + 1, above) for k, v in named}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(v, f"{path}[{i}]", problems, depth + 1, above) for i, v in enumerate(value)]
-    try:
-        converted = _convert(value)
-    except Exception as exc:
-        problems.append(f"{path} is a {type(value).__name__} that could not be converted ({type(exc).__name__})")
-        return f"<{type(value).__name__}>"
+    converted = _convert(value)
     if converted is not value:
         return _plain(converted, path, problems, depth + 1, above)
     problems.append(f"{path} is a {type(value).__name__}, which JSON cannot hold")
     return f"<{type(value).__name__}>"
+
+
+def _plain_float(value: float, path: str, problems: list[str]) -> JSON:
+    if math.isfinite(value):
+        return float(value)
+    problems.append(f"{path} is {value!r}, which JSON cannot hold")
+    return None
 
 
 def _plain_int(value: int, path: str, problems: list[str]) -> JSON:
@@ -228,44 +246,75 @@ def _plain_int(value: int, path: str, problems: list[str]) -> JSON:
 
 def _key(key: object) -> str:
     if isinstance(key, str):
-        return key
-    if isinstance(key, enum.Enum):
-        return _key(key.value)
-    return "null" if key is None else str(key).lower() if isinstance(key, bool) else str(key)
+        return _clean(key)
+    if key is None or isinstance(key, bool):
+        return "null" if key is None else str(key).lower()
+    converted = key if isinstance(key, (int, float, tuple)) and not isinstance(key, enum.Enum) else _convert(key)
+    return str(key) if converted is key else _key(converted)
 
 
 def _clean(text: str) -> str:
-    """The text without lone surrogates, which no UTF-8 can carry."""
+    """The text without lone surrogates, which no UTF-8 can carry; a plain str, whatever a subclass says of itself."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return str(text)
+    return str.__str__(text)
 
 
 def _convert(value: object) -> object:
-    """What the value means in JSON, one layer deep; the value itself if it means nothing."""
+    """What the value means in JSON, one layer deep and as msgspec has it; the value itself if it means nothing."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, decimal.Decimal):
-        if not value.is_finite():
-            return float(value)
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, uuid.UUID):
-        return str(value)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value).decode("utf-8", "replace")
+        return float(value) if value.is_nan() or value != value.to_integral_value() else _whole_decimal(value)
+    if isinstance(value, _TEXTS):
+        return msgspec.to_builtins(value)
     if isinstance(value, msgspec.Struct):
-        return {f: getattr(value, f) for f in value.__struct_fields__ if getattr(value, f) is not msgspec.UNSET}
+        return _fields_of_struct(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        found = {f.name: getattr(value, f.name, msgspec.UNSET) for f in dataclasses.fields(value)}
+        return {name: field for name, field in found.items() if field is not msgspec.UNSET}
     if isinstance(value, Mapping):
         return dict(value)
     return _convert_by_shape(value)
+
+
+_TEXTS = (
+    datetime.datetime,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    uuid.UUID,
+    bytes,
+    bytearray,
+    memoryview,
+)
+"""What msgspec writes as a text."""
+
+
+def _whole_decimal(value: decimal.Decimal) -> float | int:
+    """Never the billion digits that Decimal("1e999999999") would have as an integer."""
+    return int(value) if value.is_finite() and value.adjusted() <= 308 else math.copysign(math.inf, value)
+
+
+def _fields_of_struct(value: msgspec.Struct) -> dict[str, object]:
+    """Under the names, and without the defaults, that the encoder would have used."""
+    config, defaults = value.__struct_config__, value.__struct_defaults__
+    found: dict[str, object] = {}
+    if config.tag_field is not None:
+        found[config.tag_field] = config.tag
+    required = len(value.__struct_fields__) - len(defaults)
+    for i, (name, written) in enumerate(zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)):
+        field = getattr(value, name, msgspec.UNSET)
+        default = defaults[i - required] if i >= required else msgspec.NODEFAULT
+        if field is not msgspec.UNSET and not (config.omit_defaults and _is_default(field, default)):
+            found[written] = field
+    return found
+
+
+def _is_default(field: object, default: object) -> bool:
+    return field is default or (not field and getattr(default, "factory", None) is type(field))
 
 
 def _convert_by_shape(value: object) -> object:

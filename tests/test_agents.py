@@ -61,7 +61,7 @@ def test_a_base_class_may_leave_the_name_to_its_subclasses() -> None:
     class Named(Base):
         name = "named"
 
-    assert asyncio.run(Named().run(None)).status == "COMPLETED"  # type: ignore[arg-type]
+    assert asyncio.run(Named().run(None)).status == "COMPLETED"
 
 
 def test_tools_are_returned_anew_with_methods_bound() -> None:

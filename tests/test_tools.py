@@ -28,6 +28,7 @@ from rollout.agent.tool_results import (
     describe_error,
     serialize_tool_result,
 )
+from rollout.agent.tool_threads import ToolThreads
 from rollout.agent.tools import Tool, bind_tools, tool, tools_to_wire
 from rollout.errors import ToolArgumentError, ToolExecutionError
 from rollout.schemas import (
@@ -524,14 +525,13 @@ async def test_what_a_thread_returns_after_a_cancel_is_dropped() -> None:
 
 
 def test_a_thread_that_ends_after_its_loop_does_no_harm() -> None:
-    started, go = threading.Event(), threading.Event()
-    threads: list[threading.Thread] = []
+    started, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     @tool
     def block() -> None:
-        threads.append(threading.current_thread())
         started.set()
         go.wait(1)
+        ended.set()
 
     async def run() -> None:
         turn = asyncio.create_task(run_tool_calls([block], [call("block")]))
@@ -540,8 +540,22 @@ def test_a_thread_that_ends_after_its_loop_does_no_harm() -> None:
 
     asyncio.run(run())
     go.set()
-    threads[0].join(1)
-    assert not threads[0].is_alive()
+    assert ended.wait(1)
+    assert asyncio.run(answer(call("add", {"a": 1}))) == ["2"]
+
+
+async def test_threads_are_reused_and_end_when_idle() -> None:
+    threads = ToolThreads(idle_seconds=0.02)
+    first = await threads.call(threading.current_thread)
+    assert await threads.call(threading.current_thread) is first
+    await asyncio.to_thread(first.join, 0.9)
+    assert not first.is_alive()
+    assert await threads.call(threading.current_thread) is not first
+
+
+async def test_a_thread_that_was_promised_a_job_waits_for_it_however_late() -> None:
+    threads = ToolThreads(idle_seconds=0)
+    assert await asyncio.gather(*[threads.call(functools.partial(int, n)) for n in range(200)]) == list(range(200))
 
 
 def cancel_this_task() -> None:

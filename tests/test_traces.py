@@ -72,6 +72,7 @@ async def test_event_carries_the_time_in_utc(tmp_path: Path) -> None:
     event = await written(tmp_path)
     at = datetime.datetime.fromisoformat(event["at"])
     assert abs(datetime.datetime.now(datetime.UTC) - at) < datetime.timedelta(minutes=1)
+    assert event["at"].endswith("Z")
     assert list(event) == ["at", "event"]
 
 

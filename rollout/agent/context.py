@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from rollout.agent.limits import Limits
 from rollout.agent.loop import RolloutResult
 from rollout.agent.tool_calls import run_tool_calls
 from rollout.completions import CompletionsResult, History, SentMessages, usage_tokens
-from rollout.errors import HistoryRewritten, LimitReached
+from rollout.errors import HistoryRewritten, LimitReached, RolloutError
 from rollout.retry import Clock
 from rollout.schemas import MessageDict, RolloutMetrics, RolloutRequest, RolloutStatus
 from rollout.tracing import Span
@@ -46,8 +48,19 @@ class Observer:
         """The agent, or the context for it, has something for the trace."""
 
 
+class Checkpoints(Protocol):
+    """Who keeps the messages of a running rollout safe."""
+
+    every_turn: bool
+
+    async def save(self, messages: bytes) -> bool:
+        """Keep JSON of the messages in place of what was kept before; whether it was done. Does not raise."""
+        ...
+
+
 _SILENT = Observer()
 _NO_SPAN = Span()
+_PAUSE_WHEN_ENDED_SECONDS = 1.0  # what was left behind may be a loop that swallows every error
 
 
 class RolloutContext:
@@ -64,6 +77,9 @@ class RolloutContext:
         clock: Clock = time.monotonic,
         observer: Observer = _SILENT,
         span: Span = _NO_SPAN,
+        run: int = 1,
+        checkpoint: bytes | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.request = request
         """The agent's own copy: changing it harms nobody."""
@@ -72,6 +88,11 @@ class RolloutContext:
         """The very tools that `get_tools()` returned."""
         self.span = span
         """Open while the agent runs; spans that the agent makes itself nest in it."""
+        self.run = run
+        """Which run of this rollout it is: 1, and more after a restart that runs it again."""
+        self.checkpointed: list[MessageDict] | None = None if checkpoint is None else msgspec.json.decode(checkpoint)
+        """The messages that the run before had put in safety; None in a first run."""
+        self._checkpoints = checkpoints
         self.limits = Limits(request.max_turns, request.max_tokens_total)
         self.history = History()
         self.metrics = RolloutMetrics()
@@ -82,6 +103,7 @@ class RolloutContext:
         self._clock = clock
         self._observer = observer
         self._started = clock()
+        self._ended = False
 
     @property
     def rollout_id(self) -> str:
@@ -110,13 +132,25 @@ class RolloutContext:
 
     # ------------------------------------------------------------ the LLM
 
-    async def chat(self, messages: Sequence[MessageDict], **params: Any) -> CompletionsResult:
+    async def chat(self, messages: Sequence[MessageDict] | None = None, /, **params: Any) -> CompletionsResult:
         """Ask the LLM for the next message. `params` go out exactly as given, over the defaults of CompletionsRequest.
+
+        Whatever names `params` has, a trainer chose some of them: `messages` among them counts only where none are
+        given by position, and `rollout_id` never does.
 
         The messages must continue those of the call before. Raises `LimitReached` when a budget is used up (let it
         pass, and the rollout ends COMPLETED with what has been reached), `LLMError` when the trainer cannot answer,
-        `HistoryRewritten` under `STRICT_HISTORY`.
+        `HistoryRewritten` under `STRICT_HISTORY`, `RolloutError` once the rollout has ended.
         """
+        given = params.pop("messages", None)
+        params.pop("rollout_id", None)
+        if messages is None:
+            messages = given
+        if messages is None:
+            raise TypeError("chat() needs messages")
+        if self._ended:
+            await asyncio.sleep(_PAUSE_WHEN_ENDED_SECONDS)
+            raise RolloutError("the rollout has ended: its agent has no further LLM calls")
         try:
             self.limits.check()
         except LimitReached:
@@ -140,6 +174,8 @@ class RolloutContext:
             self.metrics.llm_latency_ms += seconds * 1e3
             self._observer.llm_called(seconds, failure)
         self._answered(result, params)
+        if self._checkpoints is not None and self._checkpoints.every_turn:
+            await self._checkpoints.save(bytes(self.history.reached()))
         return result
 
     async def _rewritten(self) -> None:
@@ -167,6 +203,16 @@ class RolloutContext:
             # Asked for by the trainer, so it reaches the trainer whatever the agent does with it.
             self.extra_fields.setdefault("token_ids", []).append(result.token_ids)
 
+    async def checkpoint(self, messages: Sequence[MessageDict]) -> bool:
+        """Put the messages in safety, so that they are reported if this process dies; whether that was done.
+
+        Costs a write to the disk, so at most one a second is made and none above 8 MiB: the others return False at
+        once, as all do while the state is kept in memory only. Never raises for what the disk does.
+        """
+        if self._checkpoints is None:
+            return False
+        return await self._checkpoints.save(self.history.text_of(messages))
+
     # ------------------------------------------------------------ tools
 
     async def call_tools(self, tool_calls: Sequence[Any]) -> list[MessageDict]:
@@ -176,7 +222,7 @@ class RolloutContext:
         """
         began = self._clock()
         try:
-            return await run_tool_calls(self.tools, tool_calls, ctx=self, on_done=self._tool_done)
+            return await run_tool_calls(self.tools, tool_calls, ctx=self, on_done=self._tool_done, span=self.span)
         finally:
             self.metrics.tool_latency_ms += (self._clock() - began) * 1e3
 
@@ -229,6 +275,10 @@ class RolloutContext:
             metrics=self.measured(),
             extra_fields={} if extra_fields is None else dict(extra_fields),
         )
+
+    def close(self) -> None:
+        """The rollout has its result: what still holds this context, a task left behind, gets no more LLM calls."""
+        self._ended = True
 
     def measured(self) -> RolloutMetrics:
         """The metrics up to now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -47,7 +47,7 @@ class RolloutAgentLoop(ABC):
 
     name: str
     """What the service and its metrics call the agent."""
-    tools: ClassVar[Sequence[Any]] = ()
+    tools: Sequence[Any] = ()
     """Tools of the default `get_tools()`; methods made into tools are bound to the instance."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

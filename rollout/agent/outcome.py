@@ -44,16 +44,17 @@ def outcome_of(
     """The outcome of a result, however odd its fields are. Never raises: a result is never lost to encoding.
 
     What JSON cannot hold is converted where it has a plain meaning, else named in `error_message`. A reward that is no
-    finite number turns the result into an ERROR, because a silent null would be taken for "not rewarded".
+    finite number turns the result into an ERROR, because a silent null would be taken for "not rewarded"; so do a
+    status that is none and messages that are no list.
     """
     problems: list[str] = []
     status = _status(result.status, problems)
     reward = _reward(result.reward, problems)
+    final = _listed(result.final_messages, problems)
     if problems:
         status, category = RolloutStatus.ERROR, ErrorCategory.VALIDATION_ERROR
-    messages = _messages(result.final_messages, reached, status, problems)
-    extra, lost = encode({**extra_fields, **_mapping(result.extra_fields, problems)}, "extra_fields")
-    problems += lost
+    messages = _messages(final, reached, status, problems)
+    extra = _extra(extra_fields, result.extra_fields, problems)
     metrics = _metrics(result.metrics, measured, problems)
     message = _text(result.error_message)
     if problems:
@@ -88,10 +89,10 @@ def outcome_of(
     )
 
 
-def _status(status: object, problems: list[str]) -> RolloutStatus:
+def _status(status: Any, problems: list[str]) -> RolloutStatus:
     try:
         found = RolloutStatus(status)
-    except ValueError:
+    except Exception:  # an object that cannot even be shown is no status either
         problems.append(f"status is {_shown(status)}, not COMPLETED or ERROR")
         return RolloutStatus.ERROR
     if found is RolloutStatus.STARTED:
@@ -104,17 +105,11 @@ def _reward(reward: Any, problems: list[str]) -> float | int | None:
     """The reward as a JSON number; NumPy, Decimal and one-element tensors are numbers, bools and texts are not."""
     if reward is None:
         return None
-    number = reward
-    if not isinstance(number, (int, float)):
-        item = getattr(number, "item", None)
-        if callable(item):
-            try:
-                number = item()
-            except Exception as exc:
-                problems.append(f"reward is a {type(reward).__name__} that is no single number ({type(exc).__name__})")
-                return None
-        elif isinstance(number, (decimal.Decimal, numbers.Real)):
-            number = float(number)
+    try:
+        number = _single(reward)
+    except Exception as exc:
+        problems.append(f"reward is a {type(reward).__name__} that is no single number ({type(exc).__name__})")
+        return None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         problems.append(f"reward is {_shown(reward)}, not a number")
         return None
@@ -129,26 +124,53 @@ def _reward(reward: Any, problems: list[str]) -> float | int | None:
     return float(number)
 
 
-def _messages(messages: Any, reached: Raw, status: RolloutStatus, problems: list[str]) -> Raw:
-    if status is RolloutStatus.ERROR and not isinstance(messages, Raw) and (messages is None or len(messages) == 0):
-        return reached
+def _single(reward: Any) -> Any:
+    """The one number that a NumPy scalar, a tensor, a Decimal or a Fraction stands for; all else as it is."""
+    if isinstance(reward, (int, float)):
+        return reward
+    item = getattr(reward, "item", None)
+    if callable(item):
+        return item()
+    return float(reward) if isinstance(reward, (decimal.Decimal, numbers.Real)) else reward
+
+
+def _listed(messages: Any, problems: list[str]) -> Sequence[Any] | Raw:
+    """The final messages, none if they are no list."""
+    if messages is None or isinstance(messages, Raw):
+        return messages or []
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+        return messages
+    problems.append(f"final_messages is {_shown(messages)}, not a list")
+    return []
+
+
+def _messages(messages: Sequence[Any] | Raw, reached: Raw, status: RolloutStatus, problems: list[str]) -> Raw:
     if isinstance(messages, Raw):
         return messages
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        problems.append(f"final_messages is {_shown(messages)}, not a list")
+    if status is RolloutStatus.ERROR and not messages:
         return reached
-    text, lost = encode(messages, "final_messages")
+    text = _encoded(messages, "final_messages", problems)
+    return reached if text is None else Raw(text)
+
+
+def _extra(own: Mapping[str, Any], given: Any, problems: list[str]) -> bytes:
+    """The agent's extra fields over those of the context, as JSON."""
+    if given is not None and not isinstance(given, Mapping):
+        problems.append(f"extra_fields is {_shown(given)}, not an object")
+        given = None
+    text = _encoded({**own, **(given or {})}, "extra_fields", problems)
+    return encode(own)[0] if text is None else text
+
+
+def _encoded(value: Any, name: str, problems: list[str]) -> bytes | None:
+    """JSON of a field; None, and a problem more, for an object that fails when it is looked at."""
+    try:
+        text, lost = encode(value, name)
+    except Exception as exc:
+        problems.append(f"{name} cannot be encoded ({type(exc).__name__})")
+        return None
     problems += lost
-    return Raw(text)
-
-
-def _mapping(fields: Any, problems: list[str]) -> Mapping[str, Any]:
-    if fields is None:
-        return {}
-    if isinstance(fields, Mapping):
-        return fields
-    problems.append(f"extra_fields is {_shown(fields)}, not an object")
-    return {}
+    return text
 
 
 def _metrics(given: Any, measured: RolloutMetrics, problems: list[str]) -> Any:
@@ -156,17 +178,39 @@ def _metrics(given: Any, measured: RolloutMetrics, problems: list[str]) -> Any:
     if given is None or given is measured:
         return measured
     if isinstance(given, (RolloutMetrics, Mapping)):
-        fields = plain(given, "metrics", problems)
-        base = msgspec.to_builtins(measured)
-        return {**base, **{k: v for k, v in fields.items() if v is not None}}
+        try:
+            fields = plain(given, "metrics", problems)
+        except Exception as exc:
+            problems.append(f"metrics cannot be encoded ({type(exc).__name__})")
+            return measured
+        return _merged(msgspec.to_builtins(measured), fields, problems)
     problems.append(f"metrics is {_shown(given)}, not an object")
+    return measured
+
+
+def _merged(measured: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The agent's numbers over the measured ones; fields that the protocol has not are the agent's own affair."""
+    for name, value in given.items():
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        kind = type(measured.get(name))
+        if value is None:
+            continue
+        if kind not in (int, float):
+            measured[name] = value
+        elif isinstance(number, bool) or not isinstance(number, (int, kind)):
+            problems.append(f"metrics.{name} is {_shown(value)}, not {'a whole' if kind is int else 'a'} number")
+        else:
+            measured[name] = kind(number)
     return measured
 
 
 def _text(value: Any) -> str | None:
     if value is None:
         return None
-    text = value if isinstance(value, str) else str(value.value if hasattr(value, "value") else value)
+    try:
+        text = value if isinstance(value, str) else str(value.value if hasattr(value, "value") else value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
     return text[:_TEXT_LIMIT].encode("utf-8", "replace").decode()
 
 

@@ -15,6 +15,7 @@ from rollout.agent.loop import RolloutResult
 from rollout.agent.outcome import Outcome, outcome_of
 from rollout.errors import LimitReached, LLMError, RolloutError
 from rollout.schemas import ErrorCategory, RolloutMetrics, RolloutStatus
+from rollout.tracing import Attributes, Span
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,15 @@ class Cause(enum.Enum):
     def finish_reason(self) -> str:
         """The finish reason on the wire."""
         return self.value[0]
+
+
+def ended_before(rollout_id: str, cause: Cause, reached: Raw) -> Outcome:
+    """The outcome of a rollout that is not running here, with the messages that are known of it."""
+    finish_reason, category, text = cause.value
+    result = RolloutResult(status=RolloutStatus.ERROR, finish_reason=finish_reason, error_message=text)
+    return outcome_of(
+        rollout_id, result, measured=RolloutMetrics(), extra_fields={}, reached=reached, category=category
+    )
 
 
 def ended_from_outside(rollout_id: str, cause: Cause, ctx: RolloutContext | None = None) -> Outcome:
@@ -78,29 +88,38 @@ class RolloutRun:
 
     async def run(self) -> Outcome:
         """Await the agent. Never raises, not even what ends a process: one rollout's failure touches no other."""
+        task = asyncio.current_task()
         try:
-            with self.ctx.span:
+            with self.ctx.span as span:
                 returned = self._agent.run(self.ctx)
                 if inspect.isawaitable(returned):
                     returned = await returned
+                _note_end(span, returned)
         except BaseException as exc:
-            if isinstance(exc, GeneratorExit):
+            if isinstance(exc, GeneratorExit) and not _is_current(task):
                 raise  # the interpreter is closing this very coroutine
             outcome = self._of_exception(exc)
         else:
             outcome = self._of_return(returned)
         if self.stop_cause is not None:
-            outcome = ended_from_outside(self._rollout_id, self.stop_cause, self.ctx)
+            outcome = self.stopped()
+        self.ctx.close()
         await _settle_cancellation()
         return outcome
 
     def stopped(self) -> Outcome:
-        """The outcome now, of a run that does not end although it was told to."""
+        """The outcome now, of a run that was told to end, whether it has or not. The agent has no say from here on."""
+        self.ctx.close()
         return ended_from_outside(self._rollout_id, self.stop_cause or Cause.CANCELLED, self.ctx)
 
     def _of_return(self, returned: object) -> Outcome:
         if isinstance(returned, RolloutResult):
-            return _outcome(self._rollout_id, returned, self.ctx)
+            try:
+                return _outcome(self._rollout_id, returned, self.ctx)
+            except Exception as exc:  # objects of the agent, that fail when they are looked at
+                logger.exception("rollout %r: the agent's result cannot be read", self._rollout_id)
+                result = self.ctx.error(f"the result of run() cannot be read: {_said(exc)}")
+                return _outcome(self._rollout_id, result, self.ctx, category=ErrorCategory.VALIDATION_ERROR)
         result = self.ctx.error(
             f"run() returned {type(returned).__name__}, not a RolloutResult; end with `return ctx.complete(messages)`"
         )
@@ -125,6 +144,15 @@ class RolloutRun:
         return _outcome(self._rollout_id, self.ctx.error(_said(exc)), self.ctx)
 
 
+def _note_end(span: Span, returned: object) -> None:
+    if isinstance(returned, RolloutResult) and isinstance(returned.status, str):
+        span.set(Attributes.ROLLOUT_STATUS, str(returned.status))
+        if isinstance(returned.finish_reason, str):
+            span.set(Attributes.ROLLOUT_FINISH_REASON, str(returned.finish_reason))
+        if returned.status == RolloutStatus.ERROR:
+            span.fail("agent_error")
+
+
 def _said(exc: BaseException) -> str:
     if isinstance(exc, RolloutError):
         return f"{type(exc).__name__}: {exc}"
@@ -132,9 +160,17 @@ def _said(exc: BaseException) -> str:
         return "the agent raised CancelledError although nobody had cancelled the rollout"
     try:
         text = str(exc)
-    except Exception:
+    except BaseException:  # whatever an exception of the agent raises when it is asked for its text
         text = "(its text could not be read)"
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+
+
+def _is_current(task: asyncio.Task[Any] | None) -> bool:
+    """Whether the task is being run by its loop, as opposed to being thrown away."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:
+        return False
 
 
 async def _settle_cancellation() -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import difflib
 import functools
 import inspect
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +20,15 @@ import msgspec
 
 from rollout.agent.tool_results import ERROR_PREFIX, describe_error, serialize_tool_result
 from rollout.agent.tool_schema import arguments_object, inner_function
+from rollout.agent.tool_threads import ToolThreads
 from rollout.agent.tools import Tool
 from rollout.errors import ToolArgumentError, ToolError, ToolExecutionError
+from rollout.tracing import Span
 from rollout.wire import JSON, plain
 
 logger = logging.getLogger(__name__)
+
+_threads = ToolThreads()
 
 DEFAULT_MAX_PARALLEL = 64
 """Calls of one turn that run at once unless `max_parallel` says otherwise."""
@@ -44,12 +46,7 @@ class _Call(NamedTuple):
     arguments: Any
 
 
-class _Outcome(NamedTuple):
-    """What a thread leaves behind; an exception travels as a value, so that StopIteration can too."""
-
-    value: Any
-    error: BaseException | None
-
+_NO_SPAN = Span()
 
 Answer = Callable[[_Call], Awaitable[Any]]
 
@@ -62,10 +59,11 @@ async def run_tool_calls(
     on_done: OnDone | None = None,
     max_parallel: int | None = DEFAULT_MAX_PARALLEL,
     implementations: Mapping[str, Callable[..., Any]] | None = None,
+    span: Span = _NO_SPAN,
 ) -> list[dict[str, JSON]]:
     """The tool messages of one turn's calls, one for each, in their order.
 
-    Async tools run side by side on the loop, the others each in a thread of its own. A call that cannot be carried out,
+    Async tools run side by side on the loop, the others in threads. A call that cannot be carried out,
     or whose tool raises anything at all, is answered with "Error: ..."; the text says what the model could do about it.
     Only what `@tool` made is run, and what `implementations` names; a dict among `tools` is a definition without code.
 
@@ -73,7 +71,7 @@ async def run_tool_calls(
     cancelled: its tool runs to its end, and what it returns is dropped.
     """
     answer = functools.partial(_answer_call, _by_name(tools), implementations or {}, ctx)
-    return await _Turn(answer, on_done, max_parallel).run(tool_calls)
+    return await _Turn(answer, on_done, max_parallel, span).run(tool_calls)
 
 
 async def execute_tool_calls(tool_calls: Any, executor: Callable[..., Any]) -> list[dict[str, JSON]]:
@@ -104,8 +102,8 @@ def get_tool_call_info(tool_call: Any) -> tuple[str, str, dict[str, JSON]]:
 class _Turn:
     """Owns the tasks of one turn's calls."""
 
-    def __init__(self, answer: Answer, on_done: OnDone | None, max_parallel: int | None) -> None:
-        self._answer, self._on_done = answer, on_done
+    def __init__(self, answer: Answer, on_done: OnDone | None, max_parallel: int | None, span: Span = _NO_SPAN) -> None:
+        self._answer, self._on_done, self._span = answer, on_done, span
         self._slots: contextlib.AbstractAsyncContextManager[None] = (
             contextlib.nullcontext() if max_parallel is None else asyncio.Semaphore(max(1, max_parallel))
         )
@@ -133,7 +131,10 @@ class _Turn:
     async def _run_one(self, call: _Call) -> dict[str, JSON]:
         async with self._slots:
             started = time.perf_counter()
-            content, error = await self._outcome(call)
+            with self._span.child("execute_tool", call.name) as span:
+                content, error = await self._outcome(call)
+                if error is not None:
+                    span.fail("tool_error")
             if self._on_done is not None:
                 self._on_done(call.name, (time.perf_counter() - started) * 1000, error)
         return content if isinstance(content, dict) else _message(call, content)
@@ -261,35 +262,5 @@ def _what_there_is(names: list[str]) -> str:
 
 async def _invoke(call: Callable[[], Any], is_async: bool) -> Any:
     """The result of the call; what turns out to be awaitable is awaited on the loop."""
-    result = call() if is_async else await _in_thread(call)
+    result = call() if is_async else await _threads.call(call)
     return await result if inspect.isawaitable(result) else result
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """The result of a blocking call, made in a thread of its own with the caller's context variables.
-
-    Not the loop's default pool: that has few threads and resolves host names, so a slow tool would stall everybody; and
-    its threads are waited for at exit, so a tool that hangs would keep the process alive.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_Outcome] = loop.create_future()
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(_work, call, loop, done), name="rollout tool", daemon=True).start()
-    outcome = await done
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
-
-
-def _work(call: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[_Outcome]) -> None:
-    try:
-        outcome = _Outcome(call(), None)
-    except BaseException as exc:
-        outcome = _Outcome(None, exc)
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(_settle, done, outcome)
-
-
-def _settle(done: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
-    if not done.done():
-        done.set_result(outcome)

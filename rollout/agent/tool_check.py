@@ -101,7 +101,11 @@ class _ToolCheck:
             return
         named = next((n for n in _possible_names(self.definition) if isinstance(n, str) and n), None)
         self.label += f" ({plain(named)!r})" if named else ""
-        if not self._reads_as_json() or not self._check_type():
+        if self._reads_as_json():
+            self._check_definition()
+
+    def _check_definition(self) -> None:
+        if not self._check_type():
             return
         function = self.definition.get("function")
         if isinstance(function, dict):

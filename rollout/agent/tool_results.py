@@ -19,8 +19,9 @@ _ERROR_LIMIT = 4000
 def serialize_tool_result(result: object) -> str:
     """The result as text: a str as it is, None as "", everything else as JSON, with a note on what JSON cannot hold.
 
-    Dates and UUIDs are text without quotes, bytes are read as UTF-8; an exception is its text; a generator or a coroutine is an error.
-    Lone surrogates, which nothing could send, become U+FFFD. Never raises and never shows an object's address.
+    Dates and UUIDs are text without quotes, bytes are read as UTF-8; an exception is its text; a generator or a
+    coroutine is an error. Lone surrogates, which nothing could send, become U+FFFD. Never raises and
+    never shows an object's address.
     """
     if result is None:
         return ""

@@ -1,7 +1,14 @@
-"""The calculator: a math word problem, four tools, a reward for the right number."""
+"""The calculator: a math word problem, four tools, a reward for the right number. The agent that is served by default.
+
+::
+
+    python -m rollout serve                  # or name it: rollout.examples.calculator:agent
+    python -m rollout demo                   # 50 word problems, with a mock trainer
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,6 +16,9 @@ from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutAgentLoop, RolloutResult
 from rollout.agent.messages import get_message_content
 from rollout.agent.tools import tool
+
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+_AS_ASCII = str.maketrans({",": None, "\N{MINUS SIGN}": "-"})
 
 
 @tool
@@ -54,11 +64,18 @@ class CalculatorAgent(RolloutAgentLoop):
 
 def _reward(answer: dict[str, Any], metadata: dict[str, Any]) -> float | None:
     """1 if the last number in the answer is the expected one, 0 if not, None if nothing is expected."""
-    expected = metadata.get("answer")
-    if expected is None:
+    if metadata.get("answer") is None:
         return None
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", get_message_content(answer).replace(",", ""))
-    return float(bool(numbers) and abs(float(numbers[-1]) - float(expected)) < 1e-6)
+    expected = _last_number(str(metadata["answer"]))
+    if expected is None:
+        raise ValueError("metadata.answer holds no number to compare with")
+    given = _last_number(get_message_content(answer))
+    return float(given is not None and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-6))
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text.translate(_AS_ASCII))
+    return float(found[-1]) if found else None
 
 
 agent = CalculatorAgent()

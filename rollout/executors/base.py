@@ -25,6 +25,10 @@ class Job(Struct, frozen=True, kw_only=True):
     deadline: float | None
     """When it must have ended, on the monotonic clock."""
     trace: TraceContext | None = None
+    run: int = 1
+    """1, and one more for each time that a restart runs the rollout again."""
+    checkpoint: bytes | None = None
+    """JSON of the messages that the run before had put in safety."""
 
     @property
     def rollout_id(self) -> str:

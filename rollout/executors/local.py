@@ -58,7 +58,9 @@ class LocalExecutor(Executor):
         self._queue: deque[_Slot] = deque()
         self._running = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unreported = 0
         self._quiet = asyncio.Event()
+        """All that was submitted has been reported, or its report has begun."""
         self._quiet.set()
 
     async def start(self, on_start: OnStart, on_end: OnEnd) -> None:
@@ -77,6 +79,7 @@ class LocalExecutor(Executor):
     def submit(self, job: Job) -> None:
         slot = _Slot(job)
         self._slots[job.rollout_id] = slot
+        self._unreported += 1
         self._quiet.clear()
         if job.deadline is not None:
             seconds = max(0.0, job.deadline - self._clock())
@@ -112,6 +115,9 @@ class LocalExecutor(Executor):
             if await self._on_start(job):
                 slot.run = self._prepare(job)
                 outcome = await slot.run.run()
+                if slot.run.stop_cause is None and job.deadline is not None and self._clock() >= job.deadline:
+                    slot.run.stop_cause = Cause.TIMEOUT  # it blocked the loop, or the timer would have been first
+                    outcome = slot.run.stopped()
         except BaseException as exc:
             # Not the agent's doing, RolloutRun.run() never raises: a bug of ours, or the loop is being torn down.
             logger.error("rollout %r: the executor failed", job.rollout_id, exc_info=exc)
@@ -137,12 +143,13 @@ class LocalExecutor(Executor):
         if slot.task is not None:
             self._running -= 1
             self._launch_next()
-        if not self._slots:
-            self._quiet.set()
         return True
 
     async def _report(self, slot: _Slot, outcome: Outcome) -> None:
         job, run = slot.job, slot.run
+        self._unreported -= 1
+        if not self._unreported:
+            self._quiet.set()  # wakes nobody before on_end() has begun, in this very turn of the loop
         if run is None:
             await self._on_end(Ended(job=job, outcome=outcome, turn=0, trace=job.trace))
         else:
@@ -180,6 +187,8 @@ class LocalExecutor(Executor):
             self._cancel_grace_seconds,
         )
         outcome = slot.run.stopped()
+        if slot.task is not None:
+            slot.task.cancel()  # once more: an LLM call that it made meanwhile is cut off
         if self._release(slot):
             self._own(self._report(slot, outcome))
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from rollout.agent.loading import missing_agent_parts
 from rollout.errors import AgentLoadError, SettingsError
+from rollout.logs import quiet_malformed_requests
 from rollout.server.middlewares import edge
 from rollout.server.routes import Routes
 from rollout.server.service import Service
@@ -21,6 +22,8 @@ from rollout.state.store import Store
 SERVICE = web.AppKey("rollout_service", Service)
 """Where the application keeps its service: `app[SERVICE]`."""
 
+_SQLITE = "sqlite:///"
+
 Hook = Callable[[], Any]
 """A plain or async function without arguments."""
 
@@ -30,7 +33,11 @@ def open_store(settings: RolloutSettings) -> Store:
     url = settings.server.state_url
     if url == "memory:":
         return MemoryStore(settings.server.result_cache_bytes)
-    raise SettingsError(f"OSMOSIS_ROLLOUT_SERVER_STATE_URL={url!r}: this version keeps state in memory only: `memory:`")
+    if url.startswith(_SQLITE):
+        from rollout.state.sqlite import SqliteStore
+
+        return SqliteStore(url.removeprefix(_SQLITE), settings.server.result_cache_bytes)
+    raise SettingsError(f"OSMOSIS_ROLLOUT_SERVER_STATE_URL={url!r} names no store")
 
 
 def create_app(
@@ -61,6 +68,7 @@ def create_app(
         api_key=api_key,
         debug_dir=debug_dir,
     )
+    quiet_malformed_requests()
     service = Service(agent, settings, open_store(settings) if store is None else store)
     routes = Routes(service)
     app = web.Application(

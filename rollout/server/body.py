@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from rollout.errors import BodyTooLarge, InvalidJSON, RequestTimeout, UnsupportedMediaType
 
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE = -15
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def check_media_type(request: web.BaseRequest) -> str | None:
@@ -44,11 +45,22 @@ async def read_body(request: web.BaseRequest, limit_bytes: int, pause_seconds: f
     length = request.content_length
     if length is not None and length > limit_bytes:
         raise BodyTooLarge(f"the body has {length} bytes, the limit is {limit_bytes}")
+    if "Expect" in request.headers and not request.content.is_eof():
+        await _ask_for_body(request)
     try:
         body = await _read(request, limit_bytes, pause_seconds)
     except web.RequestPayloadError as exc:
         raise InvalidJSON(f"the body cannot be read: {exc}") from None
-    return body if encoding is None else _unpack(body, encoding, limit_bytes)
+    if encoding is None or (len(body) != length and _is_unpacked(body, encoding)):
+        return body
+    return _unpack(body, encoding, limit_bytes)
+
+
+async def _ask_for_body(request: web.BaseRequest) -> None:
+    """Tell a caller that waits for it to go on: nothing was found wrong with the headers."""
+    if request.version >= HttpVersion11 and request.headers["Expect"].strip().lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
 
 
 async def _read(request: web.BaseRequest, limit_bytes: int, pause_seconds: float) -> bytes:
@@ -74,18 +86,23 @@ async def _read(request: web.BaseRequest, limit_bytes: int, pause_seconds: float
         parts.append(part)
 
 
-def _unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Undo the encoding, unless the server in front of us has: JSON starts with neither magic number."""
+def _is_unpacked(body: bytes, encoding: str) -> bool:
+    """Whether the server in front of us has undone the encoding: JSON starts with neither magic number.
+
+    Asked only of a body that is not as long as its Content-Length says, or that had none.
+    """
     if encoding.endswith("gzip"):
-        if body[:2] != b"\x1f\x8b":
-            return body
-        return _inflate(body, _ENCODINGS[encoding], limit_bytes)
-    if body[:1] in (b"{", b"[", b" ", b"\n", b"\r", b"\t", b""):
-        return body
+        return body[:2] != _GZIP_MAGIC
+    return body[:1] in (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
+
+
+def _unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     try:
         return _inflate(body, _ENCODINGS[encoding], limit_bytes)
     except InvalidJSON:
-        return _inflate(body, _RAW_DEFLATE, limit_bytes)
+        if encoding != "deflate":
+            raise
+        return _inflate(body, _RAW_DEFLATE, limit_bytes)  # what many clients send under that name
 
 
 def _inflate(body: bytes, window_bits: int, limit_bytes: int) -> bytes:

@@ -1,4 +1,8 @@
-"""A time limit for request headers: aiohttp has one for idle connections, none for a request line that trickles in."""
+"""The connection below the application: a time limit for request headers, and our words for what is not HTTP.
+
+aiohttp has a limit for idle connections, but none for a request line that trickles in; and it answers malformed
+requests by itself, in plain text, before any middleware sees them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,48 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from rollout.schemas import error_body
+from aiohttp import web
 
-_BODY = error_body("request_timeout", "the request's headers did not come in time")
-_ANSWER = (
-    b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
-)
+from rollout.errors import InvalidRequest, RequestError
+from rollout.schemas import error_body
+from rollout.server.middlewares import REQUEST_ID, error_response, new_request_id
+
+_TOO_SLOW = error_body("request_timeout", "the request's headers did not come in time")
+
+
+def _timeout_answer() -> bytes:
+    head = (
+        "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"{REQUEST_ID}: {new_request_id()}\r\nContent-Length: {len(_TOO_SLOW)}\r\n\r\n"
+    )
+    return head.encode() + _TOO_SLOW
+
+
+class MalformedRequest(InvalidRequest):
+    """What came is not HTTP. Nothing of it is repeated: it may hold a key."""
+
+    status = 400
+
+
+class _Handler(web.RequestHandler):
+    """aiohttp's protocol, whose own answers are JSON with a request id as all others are."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what could not be read, or to what escaped the application; aiohttp writes the log."""
+        super().handle_error(request, status, exc, message)
+        error = MalformedRequest("this is not a valid HTTP request") if status < 500 else RequestError("internal error")
+        response = error_response(error)
+        response.headers[REQUEST_ID] = new_request_id()
+        response.force_close()
+        return response
 
 
 class _Guard(asyncio.Protocol):
@@ -54,7 +93,7 @@ class _Guard(asyncio.Protocol):
         if left > 0.001:
             self._timer = self._loop.call_later(left, self._check)
             return
-        self._transport.write(_ANSWER)
+        self._transport.write(_timeout_answer())
         self._transport.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -75,8 +114,9 @@ class _Guard(asyncio.Protocol):
 
 
 def guarded(
-    server: Callable[[], Any] | None, pause_seconds: float, loop: asyncio.AbstractEventLoop
+    server: web.Server | None, pause_seconds: float, loop: asyncio.AbstractEventLoop
 ) -> Callable[[], asyncio.Protocol]:
-    """A protocol factory around aiohttp's own."""
+    """A protocol factory in the place of aiohttp's own, with the options that the runner was given."""
     assert server is not None, "the runner is not set up"
-    return lambda: _Guard(server(), pause_seconds, loop)
+    options = server._kwargs
+    return lambda: _Guard(_Handler(server, loop=loop, **options), pause_seconds, loop)

@@ -10,7 +10,16 @@ from collections.abc import Awaitable, Callable, Container
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rollout.errors import BodyTooLarge, MethodNotAllowed, NotFound, RequestError, RequestTimeout, Unauthorized
+from rollout.errors import (
+    BodyTooLarge,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    ServiceUnavailable,
+    StoreError,
+    Unauthorized,
+)
 from rollout.schemas import error_body
 
 logger = logging.getLogger(__name__)
@@ -26,6 +35,11 @@ def request_id_of(request: web.BaseRequest) -> str:
     given = request.headers.get(REQUEST_ID)
     if given and len(given) <= _LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    """For a request that has none, or could not be read so far."""
     return uuid.uuid4().hex
 
 
@@ -60,9 +74,12 @@ def edge(api_key: str | None, open_handlers: Container[object]) -> Middleware:
                 exc.headers[REQUEST_ID] = request_id_of(request)
                 raise
             response = translated
-        except ConnectionError:
-            raise  # the caller is gone; there is nobody to answer
+        except StoreError as exc:
+            logger.warning("%s %s: %s", request.method, request.rel_url.raw_path, exc)
+            response = error_response(ServiceUnavailable(f"the store fails: {exc}", "store_failed", 5))
         except Exception:
+            if request.transport is None:
+                return web.Response(status=400)  # the caller is gone: nobody will read it
             logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
             response = error_response(RequestError("the service failed; its log says how"))
         if not response.prepared:

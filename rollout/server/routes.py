@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.errors import InvalidRequest, MissingExtra, NotFound, RequestError
+from rollout.errors import InvalidRequest, MethodNotAllowed, MissingExtra, NotFound, RequestError
 from rollout.metrics import CONTENT_TYPE, render
 from rollout.schemas import CancelResponse, parse_cancel, parse_init
 from rollout.server.body import read_body
@@ -20,6 +20,9 @@ from rollout.wire import encode_strict
 
 PREFIX = "/v1/rollout"
 LONGEST_WAIT_SECONDS = 60.0
+
+_ID = "{rollout_id:[^/]+}"
+"""Any characters: a slash comes percent-encoded, and braces, which a plain placeholder refuses, may be in an id."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,23 +49,24 @@ class Routes:
         posts: dict[str, Handler] = {"/init": self.init, "/cancel": self.cancel}
         gets: dict[str, Handler] = {
             "/status": self.status,
-            "/status/{rollout_id}": self.state,
-            "/result/{rollout_id}": self.result,
+            "/status/" + _ID: self.state,
+            "/result/" + _ID: self.result,
             "/openapi.json": self.openapi,
         }
         for prefix in (PREFIX, ""):
             for path, handler in posts.items():
-                app.router.add_post(prefix + path, handler)
+                app.router.add_post(prefix + path, handler, expect_handler=_expect_nothing_yet)
             for path, handler in gets.items():
                 app.router.add_get(prefix + path, handler)
         app.router.add_get("/health", self.health)
+        app.router.add_route("*", "/health", self.no_such_method)
         app.router.add_get("/platform/health", self.platform_health)
         app.router.add_get("/metrics", self.metrics)
 
     @property
     def open_handlers(self) -> tuple[Handler, ...]:
         """Those that never need a key."""
-        return (self.health,) if self._has_key else ()
+        return (self.health, self.no_such_method) if self._has_key else ()
 
     async def init(self, request: web.Request) -> web.Response:
         """POST /init."""
@@ -104,6 +108,10 @@ class Routes:
         body = self._service.health()
         return _json(encode_strict(body), 200 if body["status"] == "healthy" else 503)
 
+    async def no_such_method(self, request: web.Request) -> web.Response:
+        """Other methods of /health: a route of its own, so that they are told so without a key."""
+        raise MethodNotAllowed("this path does not take that method", "GET, HEAD")
+
     async def platform_health(self, request: web.Request) -> web.Response:
         """GET /platform/health: the same for those who hold the key; without a key in use it is not there."""
         if not self._has_key:
@@ -122,6 +130,10 @@ class Routes:
         """GET /openapi.json."""
         base = request.path.removesuffix("/openapi.json").removesuffix(PREFIX)
         return _json(openapi_json(requires_key=self._has_key, base_path=base))
+
+
+async def _expect_nothing_yet(request: web.Request) -> None:
+    """A caller that waits for "100 Continue" gets it from `read_body()`: once the key is known to be right."""
 
 
 def _json(body: bytes, status: int = 200) -> web.Response:
@@ -146,6 +158,6 @@ def describe_routes(app: web.Application) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for route in app.router.routes():
         resource: Any = route.resource
-        if resource is not None and route.method != "HEAD":
+        if resource is not None and route.method not in ("HEAD", "*"):
             found.append((route.method, resource.canonical))
     return found

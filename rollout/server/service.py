@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from rollout._version import __version__
-from rollout.agent.context import Observer, RolloutContext
+from rollout.agent.context import Checkpoints, Observer, RolloutContext
 from rollout.agent.runner import Cause, RolloutRun
 from rollout.agent.tools import tools_to_wire
 from rollout.errors import (
@@ -24,6 +24,7 @@ from rollout.errors import (
     InvalidRequest,
     NotFound,
     RequestError,
+    RequestRejected,
     ResultDropped,
     ServiceUnavailable,
     StoreError,
@@ -34,8 +35,10 @@ from rollout.hosts import AllowedHosts
 from rollout.metrics import LoopLagMonitor, Metrics, llm_outcome
 from rollout.retry import Clock, RetryPolicy
 from rollout.schemas import CancelRequest, InitRequest, Phase, RolloutState, callback_url
+from rollout.server.recovery import Recovery
 from rollout.server.states import state_of
 from rollout.settings import RolloutSettings
+from rollout.state.checkpoints import StoredCheckpoints
 from rollout.state.outbox import Outbox
 from rollout.state.registry import Admission, Registry, init_answer
 from rollout.state.store import Record, Store, Tally
@@ -49,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 GET_TOOLS_SECONDS = 60.0
 """How long `get_tools()` may take before the init is answered with an error."""
+
+_STORE_PAUSE_SECONDS = 0.25
+_LONGEST_STORE_PAUSE_SECONDS = 4.0
 
 FLUSH_SECONDS = 10.0
 """How long a shutdown waits for deliveries in flight after the last rollout has ended."""
@@ -123,6 +129,9 @@ class Service:
         self._owned = contextlib.AsyncExitStack()
         self._started = clock()
         self._running = False
+        self._unwritten = 0
+        self._all_written = asyncio.Event()
+        self._all_written.set()
         self._set_gauges()
 
     def _set_gauges(self) -> None:
@@ -149,6 +158,29 @@ class Service:
         self._owned.push_async_callback(self.executor.stop)
         self._started = self.clock()
         self._running = True
+        await self._recover()
+
+    async def _recover(self) -> None:
+        resumes = self.settings.server.resume_rollouts or bool(getattr(self.agent, "resumable", False))
+        recovery = Recovery(
+            self.registry,
+            resumes=resumes,
+            timeout_seconds=self._timeout_seconds,
+            get_tools=self._tools_again,
+            submit=self.executor.submit,
+            end=self._ended_before,
+        )
+        await recovery.run()
+
+    async def _tools_again(self, request: InitRequest) -> Any:
+        tools = self._call_get_tools(request)
+        if inspect.isawaitable(tools):
+            async with asyncio.timeout(GET_TOOLS_SECONDS):
+                return await tools
+        return tools
+
+    async def _ended_before(self, ended: Ended) -> None:
+        self._own(self._ended(ended))  # its trainer may be slow, the start is not
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Refuse what is new, give the running rollouts their grace, deliver, and let go. May be called twice."""
@@ -164,10 +196,18 @@ class Service:
             await self.executor.drain(grace)
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=GET_TOOLS_SECONDS)
+            await self._wait_until_written()
             await self.outbox.flush(FLUSH_SECONDS)
             self.registry.wake_all()
         finally:
             await self._owned.aclose()
+
+    async def _wait_until_written(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self._all_written.wait()
+        except TimeoutError:
+            logger.error("%d results could not be stored; a restart reports them as interrupted", self._unwritten)
 
     # ------------------------------------------------------------ in
 
@@ -226,8 +266,8 @@ class Service:
     def _call_get_tools(self, request: InitRequest) -> Any:
         try:
             return self.agent.get_tools(request.view())
-        except InvalidRequest:
-            raise
+        except InvalidRequest as exc:
+            raise RequestRejected(str(exc)) from exc
         except BaseException as exc:
             raise _get_tools_raised(request, exc) from exc
 
@@ -236,7 +276,7 @@ class Service:
             async with asyncio.timeout(GET_TOOLS_SECONDS):
                 found = await tools
         except InvalidRequest as exc:
-            self._fail(admission, exc)
+            self._fail(admission, RequestRejected(str(exc)))
         except TimeoutError as exc:
             self._fail(admission, _get_tools_raised(admission.request, exc))
         except BaseException as exc:
@@ -299,10 +339,11 @@ class Service:
             key=request.api_key if request.llm_api_key is None else request.llm_api_key,
             deadline=job.deadline,
             span=span,
+            run=job.run,
         )
         view = request.view()
         if trace is not None:
-            trace.write("started", request=view)
+            trace.write("started", request=request)
         ctx = RolloutContext(
             view,
             session,
@@ -312,21 +353,51 @@ class Service:
             clock=self.clock,
             observer=_Watcher(self.metrics, trace),
             span=span,
+            run=job.run,
+            checkpoint=job.checkpoint,
+            checkpoints=self._checkpoints_of(job),
         )
         return RolloutRun(self.agent, ctx)
+
+    def _checkpoints_of(self, job: Job) -> Checkpoints | None:
+        store = self.registry.store
+        if not store.is_durable:
+            return None
+        return StoredCheckpoints(
+            store, job.rollout_id, every_turn=self.settings.server.checkpoint_turns, clock=self.clock
+        )
 
     # ------------------------------------------------------------ out
 
     async def _ended(self, ended: Ended) -> None:
         """Write the terminal result, then pay it out. The first result wins."""
-        outcome, job = ended.outcome, ended.job
-        record = await self.registry.finish(job.rollout_id, outcome.status, outcome.body, ended.turn, ended.trace)
+        job = ended.job
+        self._unwritten += 1
+        self._all_written.clear()
+        try:
+            record = await self._write_end(ended)
+        finally:
+            self._unwritten -= 1
+            if not self._unwritten:
+                self._all_written.set()
         if record is None:
             self.metrics.late_results.inc()
             logger.warning("rollout %r: a second terminal result is dropped", job.rollout_id)
             return
         self._note_end(ended)
         await self.outbox.deliver(record)
+
+    async def _write_end(self, ended: Ended) -> Record | None:
+        """The record with its terminal result; None if it had one. A store that fails is waited for, in memory."""
+        outcome, rollout_id = ended.outcome, ended.job.rollout_id
+        pause = _STORE_PAUSE_SECONDS
+        while True:
+            try:
+                return await self.registry.finish(rollout_id, outcome.status, outcome.body, ended.turn, ended.trace)
+            except StoreError as exc:
+                logger.error("rollout %r: its result waits in memory for the store: %s", rollout_id, exc)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_STORE_PAUSE_SECONDS)
 
     def _note_end(self, ended: Ended) -> None:
         outcome, job = ended.outcome, ended.job
@@ -387,7 +458,7 @@ class Service:
     async def cancel(self, request: CancelRequest) -> dict[str, str]:
         """End rollouts; what became of each. Idempotent."""
         if isinstance(request.ids, list):
-            return {rollout_id: await self._cancel_one(rollout_id) for rollout_id in request.ids}
+            return {rollout_id: await self._cancel_one(rollout_id) for rollout_id in dict.fromkeys(request.ids)}
         prefix = request.prefix if isinstance(request.prefix, str) else ""
         found = dict.fromkeys([r.rollout_id for r in self.registry.live(prefix)] + self.registry.admitting(prefix))
         dispositions = {rollout_id: await self._cancel_one(rollout_id) for rollout_id in found}
@@ -395,12 +466,17 @@ class Service:
 
     async def _cancel_one(self, rollout_id: str) -> str:
         where = self.executor.cancel(rollout_id, Cause.CANCELLED)
-        if where is not None:
-            logger.info("rollout %r cancelled while %s", rollout_id, where)
-            return f"cancelled_{where}"
-        if self.registry.cancel_admission(rollout_id):
-            return "cancelled_queued"
-        return "not_found" if await self.registry.get(rollout_id) is None else "finished"
+        if where is None:
+            record = await self.registry.get(rollout_id)
+            if record is not None and not record.is_live:  # before the admissions: one may be of a duplicate
+                return "finished"
+            if self.registry.cancel_admission(rollout_id):
+                return "cancelled_queued"
+            where = self.executor.cancel(rollout_id, Cause.CANCELLED)  # it may have come in while the store was asked
+            if where is None:
+                return "not_found" if record is None else "finished"
+        logger.info("rollout %r cancelled while %s", rollout_id, where)
+        return f"cancelled_{where}"
 
     # ------------------------------------------------------------ health
 
@@ -409,8 +485,9 @@ class Service:
         for name, task in (("sweeper", self.sweeper.task), ("outbox", self.outbox.task)):
             if self._running and task is not None and task.done():
                 return f"the {name} has died"
-        if self.outbox.failure is not None:
-            return f"the store fails: {self.outbox.failure}"
+        failure = self.registry.store.failure or self.outbox.failure
+        if failure is not None:
+            return f"the store fails: {failure}"
         return None
 
     def health(self) -> dict[str, Any]:
@@ -454,6 +531,8 @@ class Service:
             },
             "store": {
                 "kind": self.registry.store.name,
+                "size_bytes": self.registry.store.size_bytes,
+                "failure": self.registry.store.failure,
                 "owed_bytes": tally.owed_bytes,
                 "held_bytes": tally.held_bytes,
             },

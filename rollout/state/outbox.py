@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 Send = Callable[[Record], Awaitable[None]]
 """Makes one attempt; returns when it is acknowledged, raises a `TrainerError` otherwise."""
 
+STORE_PAUSE_SECONDS = 1.0
+"""How long to leave a store alone that has failed."""
+
 _BATCH = 256
 _PER_TRAINER = 64
 _GROWTH = 2.0
@@ -53,6 +56,7 @@ class Outbox:
         self._busy: Counter[str] = Counter()
         self._waiting: dict[str, deque[Record]] = {}
         self._attempts: set[asyncio.Task[None]] = set()
+        self._unsettled: list[tuple[Record, Settlement]] = []
         self.task: asyncio.Task[None] | None = None
         self.failure: str | None = None
         """Why the store could not be written at the last try; None when all is well."""
@@ -67,7 +71,7 @@ class Outbox:
         self._stopping = True
         self._wake.set()
         if self.task is not None:
-            await self.task
+            await asyncio.wait([self.task])
         for attempt in list(self._attempts):
             attempt.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
@@ -105,8 +109,11 @@ class Outbox:
     def _after_failure(self, record: Record, exc: TrainerError) -> Settlement:
         attempts = record.attempts + 1
         error = str(exc)[:_ERROR_CHARACTERS]
-        due = self._clock() + self._pause(attempts, getattr(exc, "retry_after_seconds", None))
-        in_time = attempts <= self._policy.retries or (record.give_up is not None and due < record.give_up)
+        now = self._clock()
+        due = now + self._pause(attempts, exc)
+        in_time = attempts <= self._policy.retries
+        if not in_time and record.give_up is not None and now < record.give_up:
+            due, in_time = min(due, record.give_up), True  # the last attempt is made at the horizon
         if exc.retryable and in_time:
             logger.warning("rollout %r: delivery attempt %d failed: %s", record.rollout_id, attempts, error)
             return Postponed(attempts=attempts, error=error, due=due)
@@ -118,8 +125,11 @@ class Outbox:
         )
         return GivenUp(attempts=attempts, error=error, expires=self._registry.expiry())
 
-    def _pause(self, attempts: int, retry_after_seconds: float | None) -> float:
+    def _pause(self, attempts: int, exc: TrainerError) -> float:
         """As every retry for the first ones; then growing from the longest of those to a minute."""
+        if attempts == 1 and getattr(exc, "stale_connection", False):
+            return 0.0
+        retry_after_seconds = getattr(exc, "retry_after_seconds", None)
         if retry_after_seconds is not None or attempts <= self._policy.retries:
             return self._policy.pause(attempts, retry_after_seconds)
         beyond = attempts - self._policy.retries
@@ -138,8 +148,9 @@ class Outbox:
         except StoreError as exc:
             self.failure = str(exc)
             logger.error("rollout %r: the store could not note the delivery: %s", record.rollout_id, exc)
+            self._unsettled.append((record, settlement))
+            self._wake_by(self._clock() + STORE_PAUSE_SECONDS)
             return
-        self.failure = None
         if isinstance(settlement, Postponed):
             self._metrics.deliveries.inc("retried")
             if settled is not None:
@@ -161,11 +172,13 @@ class Outbox:
             except Exception as exc:
                 self.failure = str(exc)
                 logger.exception("the outbox could not look for due deliveries")
-                self._next_due = self._clock() + 1.0
+                self._next_due = self._clock() + STORE_PAUSE_SECONDS
             await self._sleep()
 
     async def _sleep(self) -> None:
         self._wake.clear()
+        if self._stopping:
+            return
         seconds = None if self._next_due is None else max(0.0, self._next_due - self._clock())
         try:
             async with asyncio.timeout(seconds):
@@ -175,7 +188,12 @@ class Outbox:
 
     async def _start_due(self) -> None:
         self._next_due = None
+        unsettled, self._unsettled = self._unsettled, []
+        for record, settlement in unsettled:
+            await self._settle(record, settlement)
         due = await self._store.claim(self._clock(), _BATCH)
+        if not self._unsettled:
+            self.failure = None
         for record in due.records:
             self._start(record)
         if due.next_due is not None:
@@ -210,13 +228,12 @@ class Outbox:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
                 while True:
-                    due = await self._store.claim(float("inf"), _BATCH)
-                    if not due.records:
+                    while self._attempts:  # also those that have waited for others to the same trainer
+                        await asyncio.wait(self._attempts)
+                    owed = (await self._store.claim(float("inf"), _BATCH)).records
+                    if not owed:
                         break
-                    tried = [self.deliver(record) for record in due.records if record.attempts <= self._policy.retries]
-                    if not tried:
-                        break
-                    await asyncio.gather(*tried)
+                    await asyncio.gather(*(self.deliver(r) for r in owed if r.attempts <= self._policy.retries))
         except TimeoutError:
             logger.warning("stopped waiting for deliveries after %.0f s; see the undelivered results above", seconds)
 

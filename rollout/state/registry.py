@@ -53,7 +53,7 @@ class Admission:
                 self._answered = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._answered)
         if self.error is not None:
-            raise type(self.error)(*self.error.args)
+            raise self.error.with_traceback(None)
         assert self.answer is not None
         return self.answer
 

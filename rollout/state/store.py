@@ -53,6 +53,10 @@ class Record(Struct, kw_only=True, weakref=False):
     finished_at: float | None = None
     delivered_at: float | None = None
     turn: int = 0
+    run: int = 1
+    """Which run of the agent this is: 1, and one more each time that a restart begins it anew."""
+    checkpoint: bytes | None = None
+    """JSON of the messages that the agent last put in safety, while the rollout lives."""
     attempts: int = 0
     last_error: str | None = None
     due: float | None = None
@@ -77,6 +81,18 @@ class Started(Struct, frozen=True, kw_only=True, gc=False):
     at: float
 
 
+class Restarted(Struct, frozen=True, kw_only=True, gc=False):
+    """Back to queued, for one more run after the process that ran it died."""
+
+    run: int
+
+
+class Checkpointed(Struct, frozen=True, kw_only=True, gc=False):
+    """The messages reached so far are to survive the process."""
+
+    messages: bytes
+
+
 class Finished(Struct, frozen=True, kw_only=True, gc=False):
     """Move from queued or running to delivering: the terminal result and the pending delivery in one step."""
 
@@ -89,7 +105,7 @@ class Finished(Struct, frozen=True, kw_only=True, gc=False):
     give_up: float
 
 
-Move: TypeAlias = Started | Finished
+Move: TypeAlias = Started | Restarted | Checkpointed | Finished
 
 
 class Delivered(Struct, frozen=True, kw_only=True, gc=False):
@@ -163,6 +179,18 @@ class Store(abc.ABC):
     """Whether a verb may give way to other tasks. Only a store in memory can say no."""
     name: str = ""
     """What `/status` calls it."""
+    is_durable: bool = False
+    """Whether what it knows survives the process."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the store cannot remember anything at the moment; None when it can."""
+        return None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on the disk."""
+        return 0
 
     @abc.abstractmethod
     async def open(self) -> None:

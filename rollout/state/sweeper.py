@@ -38,7 +38,7 @@ class Sweeper:
     ) -> None:
         self._stopping.set()
         if self.task is not None:
-            await self.task
+            await asyncio.wait([self.task])
 
     async def sweep(self) -> int:
         """Forget everything that has expired by now, giving way between slices; how many records that was."""

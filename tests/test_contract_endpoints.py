@@ -1,0 +1,597 @@
+"""PROTOCOL section 1: every path, its answers, the key, mounting."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from aiohttp import ClientSession, web
+from conftest import Serve
+from served import Chat, Held, Instant, listening, settings_with
+
+from rollout.server.app import SERVICE, create_app
+from rollout.testing import MockTrainer, hold, make_request, post_init, status
+
+BOTH = pytest.mark.parametrize("prefix", ["", "/v1/rollout"], ids=["bare", "prefixed"])
+JSON = {"Content-Type": "application/json"}
+KEY = "k3y-\u00fc-secret"
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+# ---------------------------------------------------------------- the paths
+
+
+@BOTH
+async def test_every_rollout_path_stands_bare_and_under_v1_rollout(serve: Serve, prefix: str) -> None:
+    server = await serve(Instant())
+    accepted = await server.post_init(rollout_id="r", path=f"{prefix}/init")
+    assert accepted.status == 202
+    assert accepted.json == {"rollout_id": "r", "tools": []}
+    assert (await server.get(f"{prefix}/result/r?wait=5")).status == 200
+    assert (await server.get(f"{prefix}/status")).status == 200
+    assert (await server.get(f"{prefix}/status/r")).json["status"] == "COMPLETED"
+    assert (await server.get(f"{prefix}/openapi.json")).json["openapi"].startswith("3.1")
+    assert (await server.call("POST", f"{prefix}/cancel", b'{"ids":["r"]}')).json == {"dispositions": {"r": "finished"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/rollout/health", "/v1/rollout/metrics", "/v1/init", "/", "/init/", "/status/"])
+async def test_other_paths_are_404(serve: Serve, path: str) -> None:
+    server = await serve(Instant())
+    answer = await server.get(path)
+    assert (answer.status, answer.json["code"]) == (404, "not_found")
+
+
+async def test_metrics_are_prometheus_text(serve: Serve) -> None:
+    server = await serve(Instant())
+    answer = await server.get("/metrics")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    assert b"# TYPE" in answer.body
+
+
+async def test_openapi_names_every_path(serve: Serve) -> None:
+    server = await serve(Instant())
+    paths = (await server.get("/openapi.json")).json["paths"]
+    wanted = {"/init", "/status", "/status/{rollout_id}", "/result/{rollout_id}", "/cancel", "/health", "/metrics"}
+    assert {path.removeprefix("/v1/rollout") for path in paths} >= wanted
+
+
+async def test_status_tells_of_the_service(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent, max_concurrent_rollouts=1, max_queued_rollouts=7)
+    for name in ("a", "b"):
+        await server.post_init(rollout_id=name)
+    await agent.running.wait()
+    body = (await server.get("/status")).json
+    assert body["agent"] == "held"
+    assert body["version"]
+    assert body["uptime_seconds"] >= 0
+    assert body["draining"] is False
+    assert body["rollouts"]["by_state"] == {"STARTED": 2, "COMPLETED": 0, "ERROR": 0}
+    assert (body["rollouts"]["by_phase"]["running"], body["rollouts"]["by_phase"]["queued"]) == (1, 1)
+    assert (body["limits"]["max_concurrent_rollouts"], body["limits"]["max_queued_rollouts"]) == (1, 7)
+    assert "memory" in msgspec.json.encode(body["store"]).decode()
+
+
+async def test_status_of_a_rollout_is_its_state(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent)
+    await server.post_init(rollout_id="r")
+    await agent.running.wait()
+    running = (await server.get("/status/r")).json
+    assert (running["rollout_id"], running["status"], running["phase"]) == ("r", "STARTED", "running")
+    assert running["created_at"] <= running["started_at"]
+    assert running["created_at"].endswith("Z")
+    assert "finished_at" not in running
+    agent.release.set()
+    await server.result("r")
+    assert (await server.get("/status/r")).json["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("path", ["/status/nobody", "/result/nobody", "/result/nobody?wait=5"])
+async def test_unknown_rollouts_are_404(serve: Serve, path: str) -> None:
+    server = await serve(Instant())
+    answer = await server.get(path)
+    assert (answer.status, answer.json["code"]) == (404, "not_found")
+
+
+# ---------------------------------------------------------------- ids in paths
+
+ODD_IDS = [
+    "a/b",
+    "a//b",
+    "/",
+    "a%2Fb",
+    "100%",
+    "%",
+    "%2e",
+    "a b",
+    " a ",
+    "a+b",
+    "\u00fcn\u00ef\u4e2d\U0001f600",
+    "nul\x00",
+    "line\nfeed\r",
+    "{rollout_id}",
+    "a?b=c#d",
+    "\\..\\..",
+    "...",
+    "'\";<script>",
+    "\u202e\ufeff",
+    "e\u0301",
+    "x" * 256,
+]
+
+
+@pytest.mark.parametrize("rollout_id", ODD_IDS, ids=ascii)
+async def test_an_id_of_any_characters_is_found_by_its_percent_encoded_path(serve: Serve, rollout_id: str) -> None:
+    server = await serve(Instant())
+    assert (await server.post_init(rollout_id=rollout_id)).status == 202
+    await server.trainer.wait_completed(rollout_id)
+    path = quote(rollout_id, safe="")
+    for where in ("/status", "/v1/rollout/status", "/result", "/v1/rollout/result"):
+        reader, writer = await server.send_raw(
+            f"GET {where}/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+        )
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200"), (where, body)
+        assert msgspec.json.decode(body)["rollout_id"] == rollout_id
+    callback = server.trainer.completions(rollout_id)[0]
+    assert callback.headers["Idempotency-Key"].isascii()
+
+
+@pytest.mark.parametrize("path", ["%FF", "%ED%A0%80", "%zz", "..%2f..%2fetc%2fpasswd", "%00", "x" * 5000])
+async def test_a_path_that_is_no_id_is_404(serve: Serve, path: str) -> None:
+    server = await serve(Instant())
+    reader, writer = await server.send_raw(
+        f"GET /status/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+    )
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert b'"code":"not_found"' in answer
+
+
+# ---------------------------------------------------------------- result
+
+
+async def test_result_is_the_very_body_that_is_delivered(serve: Serve) -> None:
+    server = await serve(Chat())
+    await server.post_init(rollout_id="r")
+    delivered = await server.trainer.wait_completed("r")
+    answer = await server.get("/result/r")
+    assert (answer.status, answer.body) == (200, delivered.body)
+
+
+async def test_result_is_200_although_the_delivery_fails(serve: Serve) -> None:
+    server = await serve(Instant())
+    server.trainer.on_completed(status(400))
+    await server.post_init(rollout_id="r")
+    assert (await server.result("r"))["status"] == "COMPLETED"
+
+
+async def test_result_is_202_with_the_state_until_the_rollout_is_final(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent)
+    await server.post_init(rollout_id="r")
+    for query in ("", "?wait=0", "?wait=0.01", "?wait="):
+        answer = await server.get(f"/result/r{query}")
+        assert answer.status == 202
+        assert (answer.json["rollout_id"], answer.json["status"]) == ("r", "STARTED")
+
+
+async def test_result_waits_for_the_end(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent)
+    await server.post_init(rollout_id="r")
+    await agent.running.wait()
+    waiting = [asyncio.create_task(server.get("/result/r?wait=60")) for _ in range(3)]
+    await server.get("/health")  # three requests that came before are being waited for now
+    agent.release.set()
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200, 200]
+
+
+@pytest.mark.parametrize("wait", ["60.1", "61", "-1", "-0.1", "nan", "inf", "soon", "1s", "1e999", "%00", "0x1"])
+async def test_a_wait_that_is_not_0_to_60_is_422(serve: Serve, wait: str) -> None:
+    server = await serve(Instant())
+    await server.post_init(rollout_id="r")
+    answer = await server.get(f"/result/r?wait={wait}")
+    assert (answer.status, answer.json["code"]) == (422, "invalid_request")
+
+
+async def test_a_result_that_is_no_longer_held_is_410_and_its_state_stays(serve: Serve) -> None:
+    server = await serve(Instant(), result_cache_bytes=1 << 20)
+    messages = [{"role": "user", "content": "x" * 700_000}]
+    for name in ("old", "new"):
+        assert (await server.post_init(rollout_id=name, messages=messages)).status == 202
+        await server.wait_phase(name)
+    dropped = await server.get("/result/old")
+    assert (dropped.status, dropped.json["code"]) == (410, "result_dropped")
+    state = (await server.get("/status/old")).json
+    assert (state["status"], state["finish_reason"]) == ("COMPLETED", "stop")
+    assert (await server.get("/result/new")).status == 200
+    assert (await server.post_init(rollout_id="old", messages=messages)).status == 202
+
+
+# ---------------------------------------------------------------- cancel
+
+
+async def test_cancel_tells_what_became_of_each_id(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent, max_concurrent_rollouts=1)
+    agent.release.set()
+    await server.post_init(rollout_id="done")
+    await server.result("done")
+    agent.release.clear()
+    agent.running.clear()
+    await server.post_init(rollout_id="running")
+    await agent.running.wait()
+    await server.post_init(rollout_id="queued")
+    dispositions = await server.cancel(ids=["done", "running", "queued", "nobody", "queued"])
+    assert dispositions == {
+        "done": "finished",
+        "running": "cancelled_running",
+        "queued": "cancelled_queued",
+        "nobody": "not_found",
+    }
+    for name in ("running", "queued"):
+        result = await server.result(name)
+        assert (result["status"], result["finish_reason"], result["error_category"]) == (
+            "ERROR",
+            "cancelled",
+            "cancelled",
+        )
+    assert await server.cancel(ids=["running", "queued"]) == {"running": "finished", "queued": "finished"}
+    assert [c.json["finish_reason"] for c in server.trainer.completions("running")] == ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"prefix": "a"}, {"a1", "a2"}),
+        ({"prefix": "a1"}, {"a1"}),
+        ({"prefix": "zzz"}, set()),
+        ({"prefix": "*"}, set()),
+        ({"all": True}, {"a1", "a2", "b"}),
+        ({"ids": []}, set()),
+        ({"all": True, "unknown": 1}, {"a1", "a2", "b"}),
+    ],
+    ids=["prefix", "whole id as prefix", "no match", "no pattern", "all", "no ids", "unknown field"],
+)
+async def test_prefix_and_all_list_what_was_not_finished(serve: Serve, body: dict, found: set[str]) -> None:
+    agent = Held()
+    server = await serve(agent)
+    agent.release.set()
+    await server.post_init(rollout_id="a-finished")
+    await server.result("a-finished")
+    agent.release.clear()
+    for name in ("a1", "a2", "b"):
+        await server.post_init(rollout_id=name)
+    dispositions = await server.cancel(**body)
+    assert set(dispositions) == found
+    assert set(dispositions.values()) <= {"cancelled_running", "cancelled_queued"}
+    for name in found:
+        await server.result(name)
+    assert await server.cancel(**{k: v for k, v in body.items() if k != "ids"} or {"ids": []}) == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"ids": ["a"], "all": True},
+        {"ids": ["a"], "prefix": "a"},
+        {"prefix": "a", "all": True},
+        {"prefix": ""},
+        {"all": False},
+        {"all": None},
+        {"all": 1},
+        {"all": "true"},
+        {"ids": "a"},
+        {"ids": [1]},
+        {"ids": None},
+        {"ids": {"a": 1}},
+        {"prefix": None},
+        {"prefix": 1},
+        {"id": "a"},
+        [],
+        ["a"],
+        "a",
+        None,
+        1,
+    ],
+    ids=str,
+)
+async def test_any_other_cancel_is_422_and_cancels_nothing(serve: Serve, body: object) -> None:
+    agent = Held()
+    server = await serve(agent)
+    await server.post_init(rollout_id="a")
+    answer = await server.call("POST", "/cancel", msgspec.json.encode(body))
+    assert (answer.status, answer.json["code"]) == (422, "invalid_request")
+    assert (await server.get("/status/a")).json["status"] == "STARTED"
+
+
+class SlowTools(Instant):
+    """An async get_tools() that ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def get_tools(self, request):
+        self.asked.set()
+        await self.answer.wait()
+        return []
+
+
+@pytest.mark.parametrize("body", [{"ids": ["r"]}, {"prefix": "r"}, {"all": True}], ids=["ids", "prefix", "all"])
+async def test_a_cancel_before_the_init_is_answered_counts(serve: Serve, body: dict) -> None:
+    agent = SlowTools()
+    server = await serve(agent)
+    init = asyncio.create_task(server.post_init(rollout_id="r"))
+    await agent.asked.wait()
+    assert await server.cancel(**body) == {"r": "cancelled_queued"}
+    assert await server.cancel(**body) == {"r": "cancelled_queued"}
+    agent.answer.set()
+    assert (await init).status == 202
+    result = await server.result("r")
+    assert (result["status"], result["finish_reason"], result["error_category"]) == ("ERROR", "cancelled", "cancelled")
+    assert agent.ran == []
+    assert (await server.trainer.wait_completed("r")).json == result
+
+
+async def test_a_duplicate_init_under_way_does_not_make_a_finished_rollout_cancellable(serve: Serve) -> None:
+    agent = SlowTools()
+    agent.answer.set()
+    server = await serve(agent)
+    request = make_request(rollout_id="r", server_url=server.trainer.url)
+    await server.post_init(request)
+    before = await server.result("r")
+    answers = await asyncio.gather(
+        *(server.post_init(request) if n % 2 else server.cancel(ids=["r"]) for n in range(40))
+    )
+    assert [a for a in answers if isinstance(a, dict) and a != {"r": "finished"}] == []
+    assert await server.result("r") == before
+
+
+# ---------------------------------------------------------------- health
+
+
+async def test_health_counts_rollouts(serve: Serve) -> None:
+    agent = Held()
+    server = await serve(agent)
+    await server.post_init(rollout_id="a")
+    await agent.running.wait()
+    answer = await server.get("/health")
+    assert answer.status == 200
+    body = answer.json
+    assert (body["status"], body["agent_loop"]) == ("healthy", "held")
+    assert (body["active_rollouts"], body["completed_rollouts"]) == (1, 0)
+    agent.release.set()
+    await server.result("a")
+    body = (await server.get("/health")).json
+    assert (body["active_rollouts"], body["completed_rollouts"]) == (0, 1)
+
+
+async def test_health_says_draining_with_503(serve: Serve) -> None:
+    server = await serve(Instant())
+    server.service.registry.begin_drain()
+    answer = await server.get("/health")
+    assert (answer.status, answer.json["status"]) == (503, "draining")
+    assert (await server.get("/status")).json["draining"] is True
+    refused = await server.post_init()
+    assert (refused.status, refused.json["code"]) == (503, "draining")
+    assert int(refused.headers["Retry-After"]) >= 1
+
+
+async def test_health_names_the_background_task_that_died(serve: Serve) -> None:
+    server = await serve(Instant())
+    task = server.service.sweeper.task
+    assert task is not None
+    task.cancel()
+    await asyncio.wait([task])
+    answer = await server.get("/health")
+    assert answer.status == 503
+    assert "sweeper" in answer.json["reason"]
+    server.service.sweeper.task = None  # it was taken down by the test: nothing to wait for at the end
+
+
+async def test_platform_health_is_404_without_a_configured_key(serve: Serve) -> None:
+    server = await serve(Instant())
+    assert (await server.get("/platform/health")).status == 404
+    assert (await server.get("/platform/health", headers=bearer("any"))).status == 404
+
+
+async def test_platform_health_needs_the_key(serve: Serve) -> None:
+    server = await serve(Instant(), api_key="secret")
+    assert (await server.get("/platform/health")).status == 401
+    assert (await server.get("/platform/health", headers=bearer("wrong"))).status == 401
+    answer = await server.get("/platform/health", headers=bearer("secret"))
+    assert (answer.status, answer.json["status"]) == (200, "healthy")
+    assert (await server.get("/health")).status == 200
+
+
+# ---------------------------------------------------------------- the key
+
+PROTECTED = [
+    ("POST", "/init"),
+    ("POST", "/v1/rollout/init"),
+    ("GET", "/status"),
+    ("GET", "/status/r"),
+    ("GET", "/result/r"),
+    ("POST", "/v1/rollout/cancel"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/platform/health"),
+    ("GET", "/no/such/path"),
+    ("DELETE", "/init"),
+    ("HEAD", "/status"),
+    ("GET", "/health/"),
+    ("GET", "/v1/rollout/health"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PROTECTED, ids=str)
+async def test_every_path_but_health_needs_the_key(serve: Serve, method: str, path: str) -> None:
+    server = await serve(Instant(), api_key="secret")
+    answer = await server.call(method, path, b"{not json" if method == "POST" else None)
+    assert answer.status == 401
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert answer.headers["X-Request-ID"]
+    if method != "HEAD":
+        assert answer.json["code"] == "unauthorized"
+        assert "secret" not in answer.body.decode()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE", "OPTIONS"])
+async def test_health_never_needs_the_key(serve: Serve, method: str) -> None:
+    server = await serve(Instant(), api_key="secret")
+    answer = await server.call(method, "/health", headers=bearer("wrong"))
+    assert answer.status == (200 if method in ("GET", "HEAD") else 405)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Bearer secret", "bearer secret", "BEARER secret", "bEaReR secret", "Bearer  secret"],
+)
+async def test_the_scheme_is_case_insensitive(serve: Serve, header: str) -> None:
+    server = await serve(Instant(), api_key="secret")
+    assert (await server.get("/status", headers={"Authorization": header})).status == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "secret",
+        "Bearer",
+        "Bearer ",
+        "Bearersecret",
+        "Basic secret",
+        "Token secret",
+        "Bearer Secret",
+        "Bearer secre",
+        "Bearer secret2",
+        "Bearer secret, Bearer secret",
+        "Bearer Bearer secret",
+        "Bearer \u00e9",
+        'Bearer "secret"',
+        "Bearer\tsecret\t",
+    ],
+    ids=ascii,
+)
+async def test_any_other_authorization_is_401(serve: Serve, header: str) -> None:
+    server = await serve(Instant(), api_key="secret")
+    answer = await server.get("/status", headers={"Authorization": header})
+    assert (answer.status, answer.json["code"]) == (401, "unauthorized")
+
+
+async def test_two_authorization_headers_are_401(serve: Serve) -> None:
+    server = await serve(Instant(), api_key="secret")
+    headers = [("Authorization", "Bearer secret"), ("Authorization", "Bearer wrong")]
+    assert (await server.get("/status", headers=headers)).status == 401
+
+
+async def test_a_key_that_is_not_ascii_is_compared_as_bytes(serve: Serve) -> None:
+    server = await serve(Instant(), api_key=KEY)
+    for token, expected in ((KEY.encode(), b"200"), (b"k3y-\xfc-secret", b"401"), (b"\xff\xfe", b"401")):
+        reader, writer = await server.send_raw(
+            b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer " + token + b"\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 " + expected)
+
+
+async def test_a_key_in_the_query_does_not_count(serve: Serve) -> None:
+    server = await serve(Instant(), api_key="secret")
+    assert (await server.get("/status?api_key=secret&access_token=secret")).status == 401
+
+
+@pytest.mark.parametrize("extra", ["", "Expect: 100-continue\r\n"], ids=["plain", "expect"])
+async def test_401_comes_before_the_body(serve: Serve, extra: str) -> None:
+    server = await serve(Instant(), api_key="secret", max_body_bytes=1024)
+    reader, writer = await server.send_raw(
+        f"POST /init HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\nContent-Type: text/html\r\n{extra}\r\n".encode()
+    )
+    assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"
+    writer.close()
+
+
+async def test_a_body_is_asked_for_when_the_key_is_right(serve: Serve) -> None:
+    server = await serve(Instant(), api_key="secret")
+    body = msgspec.json.encode(make_request(rollout_id="r", server_url=server.trainer.url))
+    reader, writer = await server.send_raw(
+        b"POST /init HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert await reader.readline() == b"HTTP/1.1 202 Accepted\r\n"
+    writer.close()
+
+
+# ---------------------------------------------------------------- mounted
+
+
+@pytest.mark.parametrize("prefix", ["/any", "/any/prefix", "/v1"])
+async def test_the_application_can_be_mounted_anywhere(trainer: MockTrainer, prefix: str) -> None:
+    root = web.Application()  # with its default client_max_size of 1 MiB
+    app = create_app(Instant(), settings_with(api_key="secret"))
+    root.add_subapp(prefix, app)
+    async with listening(root) as url, ClientSession(headers=bearer("secret")) as session:
+        messages = [{"role": "user", "content": "x" * 3_000_000}]
+        body = msgspec.json.encode(make_request(rollout_id="r/1", server_url=trainer.url, messages=messages))
+        for path in ("/init", "/v1/rollout/init"):
+            async with session.post(url + prefix + path, data=io.BytesIO(body), headers=JSON) as accepted:
+                assert accepted.status == 202
+        async with session.get(f"{url}{prefix}/v1/rollout/result/r%2F1?wait=5") as answer:
+            assert answer.status == 200
+        async with session.get(f"{url}{prefix}/nowhere") as answer:
+            assert (answer.status, (await answer.json())["code"]) == (404, "not_found")
+            assert answer.headers["X-Request-ID"]
+        async with session.get(f"{url}{prefix}/init") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+
+
+async def test_a_mounted_application_asks_for_the_key_and_keeps_health_open(trainer: MockTrainer) -> None:
+    root = web.Application()
+    root.add_subapp("/agent", create_app(Instant(), settings_with(api_key="secret")))
+    async with listening(root) as url, ClientSession() as session:
+        async with session.get(f"{url}/agent/status") as answer:
+            assert answer.status == 401
+        async with session.get(f"{url}/agent/nowhere") as answer:
+            assert answer.status == 401
+        async with session.get(f"{url}/agent/health") as answer:
+            assert answer.status == 200
+        async with session.post(f"{url}/agent/health") as answer:
+            assert answer.status == 405
+
+
+async def test_two_agents_live_in_one_application(trainer: MockTrainer) -> None:
+    root = web.Application()
+    apps = {name: create_app(Instant(), settings_with()) for name in ("/one", "/two")}
+    for prefix, app in apps.items():
+        root.add_subapp(prefix, app)
+    async with listening(root) as url:
+        request = make_request(rollout_id="r", server_url=trainer.url)
+        for prefix in apps:
+            assert (await post_init(url + prefix, request)).status == 202
+        await trainer.wait_completed(2)
+    assert [app[SERVICE].agent.ran for app in apps.values()] == [["r"], ["r"]]
+
+
+async def test_a_cancel_aborts_the_llm_call_in_flight(serve: Serve) -> None:
+    server = await serve(Chat())
+    server.trainer.on_chat(hold())
+    await server.post_init(rollout_id="r")
+    (call,) = await server.trainer.wait_chats()
+    await server.cancel(ids=["r"])
+    assert (await server.result("r"))["finish_reason"] == "cancelled"
+    await server.trainer.wait_until(lambda: call.abandoned)
