@@ -19,6 +19,7 @@ from rollout.errors import AgentLoadError, MissingExtra, RolloutError, SettingsE
 from rollout.logs import configure_logging
 from rollout.setting_spec import PREFIX
 from rollout.settings import LoadedSettings, RolloutSettings, describe, load_settings
+from rollout.state_cli import HELP, add_state, run_state
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -32,6 +33,7 @@ examples:
   python -m rollout                              serve the built-in calculator agent on 127.0.0.1:9000
   python -m rollout serve my_agent:agent         serve the `agent` in my_agent.py
   python -m rollout validate my_agent:agent      check an agent before you serve it
+  python -m rollout state state.db               what a state file holds
   python -m rollout settings                     every setting, its value and where it came from
 
 Settings come from OSMOSIS_ROLLOUT_... variables and from .env in the working directory; options win over both."""
@@ -69,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--concurrency", type=_positive, default=16, metavar="N", help="rollouts at a time (default: 16)")
     demo.add_argument("--json", action="store_true", help="print the results as JSON lines, without progress")
+    add_state(commands.add_parser("state", help=HELP, description=f"{HELP[0].upper()}{HELP[1:]}."))
     return parser
 
 
@@ -123,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "validate": _validate,
         "settings": _settings,
         "demo": _demo,
+        "state": run_state,
     }
     try:
         return commands[options.command](options)
@@ -227,7 +231,8 @@ def _loop_factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
         if loop == "auto":
             return None
         raise MissingExtra("--loop uvloop", "speed") from None
-    return uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 # ---------------------------------------------------------------- validate, settings, demo

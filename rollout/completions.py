@@ -199,12 +199,13 @@ def error_of(status: int, body: bytes, retry_after: str | None, where: str) -> T
 
 def encode_call(messages_text: bytes, rollout_id: str, params: Mapping[str, Any]) -> bytes:
     """The body of one CompletionsRequest: the parameters as given over the defaults, never a stream."""
-    body: dict[str, Any] = {"model": "default", "messages": Raw(messages_text), "rollout_id": rollout_id}
-    body.update(COMPLETION_DEFAULTS)
-    body.update((name, value) for name, value in params.items() if name not in _NOT_SENT)
+    body = {"model": "default", **COMPLETION_DEFAULTS, **params}
+    for name in _NOT_SENT & body.keys():
+        del body[name]
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
-    return encode(body)[0]
+    head = b'{"messages":' + messages_text + b',"rollout_id":' + encode_strict(rollout_id) + b","
+    return head + encode(body)[0][1:]
 
 
 _decode_items = msgspec.json.Decoder(list[Raw]).decode

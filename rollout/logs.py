@@ -6,10 +6,11 @@ process; a service that is embedded leaves logging to its host, and may use the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from msgspec import Struct
 
@@ -19,6 +20,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 """What every record has; whatever else it has was given as `extra`."""
 
 _INDENT = "    "
+_FLUSH_SECONDS = 0.05
+_MOST_LINES = 1000
 
 
 class _Line(Struct, omit_defaults=True):
@@ -131,6 +134,51 @@ def quiet_malformed_requests() -> None:
         server.addFilter(MalformedRequestFilter())
 
 
+class BufferedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic for the checker only
+    """Writes what has gathered in a twentieth of a second in one go; from WARNING on at once, with what came before.
+
+    A write for every line would cost more than making it. Outside an event loop nothing is held back; what is held at
+    the end is written by `logging.shutdown()`, which runs when the interpreter exits.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line; called under the handler's lock."""
+        try:
+            self._lines.append(self.format(record))
+        except Exception:
+            self.handleError(record)
+            return
+        if record.levelno >= logging.WARNING or len(self._lines) > _MOST_LINES or not self._flush_later():
+            self.flush()
+
+    def _flush_later(self) -> bool:
+        """Whether somebody will flush: a timer of the loop that runs on this thread."""
+        if len(self._lines) > 1:
+            return True
+        try:
+            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
+        except RuntimeError:
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Write what is held."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("\n".join(lines) + "\n")
+            super().flush()
+        except (OSError, ValueError):
+            pass  # nobody reads any more; the service goes on without its log
+        finally:
+            self.release()
+
+
 def configure_logging(format: Literal["text", "json"] = "text", level: str = "info") -> None:
     """Log to stderr in the format, from the level on; `ValueError` if unknown.
 
@@ -140,7 +188,7 @@ def configure_logging(format: Literal["text", "json"] = "text", level: str = "in
     formatters: dict[str, type[_Formatter]] = {"text": TextFormatter, "json": JSONFormatter}
     if format not in formatters:
         raise ValueError(f"the log format must be text or json, got {format!r}")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BufferedHandler(sys.stderr)
     handler.setFormatter(formatters[format]())
     root = logging.getLogger()
     root.setLevel(level.upper())

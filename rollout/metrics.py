@@ -302,6 +302,9 @@ class Metrics:
         self.slots_in_use = Gauge("rollout_slots_in_use", "Rollouts that hold a slot")
         self.slots_limit = Gauge("rollout_slots_limit", "How many rollouts may hold a slot")
         self.records = LabelledGauge("rollout_records", "Records held, by status and phase", ("status", "phase"))
+        self.store_bytes = Gauge("rollout_store_bytes", "What the state takes on the disk")
+        self.store_failing = Gauge("rollout_store_failing", "1 while the state cannot be written, else 0")
+        self.store_commits = Gauge("rollout_store_commits", "Transactions made durable since the start")
 
     def instruments(self) -> Iterator[Instrument]:
         """Everything that is measured."""

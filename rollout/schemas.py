@@ -7,16 +7,13 @@ if absent. Decoders are built once, here.
 from __future__ import annotations
 
 import enum
-import functools
 import threading
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
-from yarl import URL
 
-from rollout.errors import InvalidJSON, InvalidRequest
-from rollout.wire import JSON, check_body, check_numbers, encode_strict
+from rollout.wire import JSON, encode_strict
 
 DEFAULT_MAX_METADATA_SIZE_BYTES = 1_048_576
 MAX_ID_LENGTH = 256
@@ -137,67 +134,6 @@ def set_max_metadata_size_bytes(size_bytes: int) -> None:
         _metadata_limit_bytes = size_bytes
 
 
-# ---------------------------------------------------------------- addresses
-
-
-class Endpoints(NamedTuple):
-    """Where one rollout's callbacks go."""
-
-    chat: URL
-    completed: URL
-
-
-def parse_url(text: str, field: str, *, base: bool) -> URL:
-    """An http(s) URL that a callback may go to, or `InvalidRequest` naming the field, never the value.
-
-    `base`: something will be appended, so a query is refused too. Userinfo would end up in logs, a fragment never
-    reaches a server: both are refused.
-    """
-    problem: str | None = None
-    if len(text) > 8192 or any(c <= " " or c == "\x7f" or c == "\\" for c in text):
-        problem = "is longer than 8192 characters or holds blanks, control characters or a backslash"
-    else:
-        try:
-            url = URL(text)
-            port = url.port
-            host = url.host
-        except ValueError:
-            raise InvalidRequest(f"not a valid URL - at `$.{field}`") from None
-        if url.scheme not in ("http", "https"):
-            problem = "must start with http:// or https://"
-        elif not host or len(host) > 253:
-            problem = "names no host, or one of more than 253 characters"
-        elif not port:
-            problem = "names port 0"
-        elif "@" in text.split("://", 1)[-1].split("/", 1)[0]:
-            problem = "must not carry a user or password"
-        elif "#" in text:
-            problem = "must not have a fragment"
-        elif base and "?" in text:
-            problem = "must not have a query"
-        else:
-            return url
-    raise InvalidRequest(f"the URL {problem} - at `$.{field}`")
-
-
-@functools.lru_cache(maxsize=4096)
-def _base_endpoints(server_url: str) -> Endpoints:
-    url = parse_url(server_url, "server_url", base=True)
-    base = str(url).rstrip("/")
-    return Endpoints(URL(base + "/v1/chat/completions"), URL(base + "/v1/rollout/completed"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _full_url(text: str, field: str) -> URL:
-    return parse_url(text, field, base=False)
-
-
-@functools.lru_cache(maxsize=4096)
-def callback_url(text: str) -> URL:
-    """A URL that was checked before, as the client takes it."""
-    return URL(text)
-
-
 # ---------------------------------------------------------------- requests
 
 
@@ -224,246 +160,12 @@ class RolloutRequest(Struct, kw_only=True):
         return f"RolloutRequest(rollout_id={self.rollout_id!r}, {len(self.messages)} messages)"
 
 
-class ReceivedRequest(RolloutRequest, kw_only=True):
-    """A request off the wire. `metadata` stays JSON text until somebody reads it, and is decoded once, then.
-
-    The trick: the field is deleted after construction, so the first access misses and lands in `__getattr__`.
-    Decoding 100 KB of metadata that no agent looks at would cost more than the whole rest of `/init`.
-    """
-
-    metadata_text: bytes = b"{}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "metadata":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.metadata = value = cast("dict[str, Any]", msgspec.json.decode(self.metadata_text))
-        self.metadata_text = b""
-        return value
-
-    # What reads the fields in C finds the deleted one missing: it is decoded first.
-
-    def __eq__(self, other: object) -> bool:
-        _ = self.metadata, getattr(other, "metadata", None)
-        return super().__eq__(other)
-
-    def __copy__(self) -> ReceivedRequest:
-        _ = self.metadata
-        return cast("ReceivedRequest", super().__copy__())  # type: ignore[misc]
-
-    def __reduce__(self) -> Any:
-        _ = self.metadata
-        return super().__reduce__()
-
-
-_Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
-_Count = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(gt=0)]
-
-
-class InitRequest(Struct, kw_only=True, frozen=True, gc=False):
-    """A checked RolloutRequest as the service keeps it: the parts that are passed on stay JSON text.
-
-    Immutable, and apart from every object that user code gets: `view()` makes those.
-    """
-
-    rollout_id: _Name
-    messages: Raw
-    completion_params: Raw
-    server_url: str | None = None
-    tool_server_url: str | None = None
-    max_turns: _Count | None = None
-    max_tokens_total: _Count | None = None
-    metadata: Raw = Raw(b"{}")
-    api_key: str | None = None
-    idempotency_key: str | None = None
-    chat_completions_url: str | None = None
-    completion_callback_url: str | None = None
-    llm_api_key: str | None = None
-    timeout_seconds: _Seconds | None = None
-
-    @property
-    def key(self) -> str:
-        """What makes two requests the same one: the idempotency key, or else the id."""
-        return self.idempotency_key or self.rollout_id
-
-    def endpoints(self) -> Endpoints:
-        """Where the callbacks go. Never raises after `parse_init()`; cached by URL."""
-        if self.chat_completions_url is None or self.completion_callback_url is None:
-            made = _base_endpoints(cast("str", self.server_url))
-            if self.chat_completions_url is None and self.completion_callback_url is None:
-                return made
-        chat = (
-            made.chat
-            if self.chat_completions_url is None
-            else _full_url(self.chat_completions_url, "chat_completions_url")
-        )
-        if self.completion_callback_url is None:
-            return Endpoints(chat, made.completed)
-        return Endpoints(chat, _full_url(self.completion_callback_url, "completion_callback_url"))
-
-    def tool_endpoint(self) -> URL | None:
-        """Where the agent's tools are served, if the request says so."""
-        return None if self.tool_server_url is None else _full_url(self.tool_server_url, "tool_server_url")
-
-    def view(self) -> RolloutRequest:
-        """A new RolloutRequest that shares nothing mutable with this one or with any other view."""
-        request = ReceivedRequest(
-            rollout_id=self.rollout_id,
-            server_url=self.server_url or "",
-            messages=_decode_messages(self.messages),
-            completion_params=_decode_object(self.completion_params),
-            tool_server_url=self.tool_server_url,
-            max_turns=10 if self.max_turns is None else self.max_turns,
-            max_tokens_total=8192 if self.max_tokens_total is None else self.max_tokens_total,
-            metadata_text=bytes(self.metadata),
-            api_key=self.api_key,
-            idempotency_key=self.idempotency_key,
-            chat_completions_url=self.chat_completions_url,
-            completion_callback_url=self.completion_callback_url,
-            llm_api_key=self.llm_api_key,
-            timeout_seconds=self.timeout_seconds,
-        )
-        del request.metadata
-        return request
-
-    def __repr__(self) -> str:
-        return f"InitRequest(rollout_id={self.rollout_id!r})"
-
-
-class _Object(Struct):
-    """Any JSON object: every field is skipped, so checking a list of them builds nothing."""
-
-
-_decode_init = msgspec.json.Decoder(InitRequest).decode
-_decode_messages = msgspec.json.Decoder(list[dict[str, Any]]).decode
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-_skip = msgspec.json.Decoder(Raw).decode
-
-_KINDS = {"{": "object", "[": "array", '"': "str", "t": "bool", "f": "bool", "n": "null"}
-
-
-def kind_of(text: Raw) -> str:
-    """What kind of JSON value the text holds, by its first character."""
-    return _KINDS.get(chr(memoryview(text)[0]), "number")
-
-
-def parse_init(body: bytes, metadata_limit_bytes: int) -> InitRequest:
-    """The request in the body; `InvalidJSON` (400) or `InvalidRequest` (422) naming the field, never a value.
-
-    What is not JSON is a 400 even where the part before it does not fit the schema.
-    """
-    try:
-        request = _decode_init(body)
-    except msgspec.ValidationError as exc:
-        _must_be_json(body)
-        raise InvalidRequest(str(exc)) from None
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise InvalidJSON("the body nests too deep" if isinstance(exc, RecursionError) else str(exc)) from None
-    check_body(body)
-    return _check_init(request, metadata_limit_bytes)
-
-
-def _must_be_json(body: bytes) -> None:
-    check_body(body)
-    try:
-        _skip(body)
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise InvalidJSON(str(exc)) from None
-
-
-def _check_init(request: InitRequest, metadata_limit_bytes: int) -> InitRequest:
-    if not request.rollout_id.strip():
-        raise InvalidRequest("must not be blank - at `$.rollout_id`")
-    metadata = _checked_object(request.metadata, "metadata", optional=True)
-    size = len(memoryview(metadata))
-    if size > metadata_limit_bytes:
-        raise InvalidRequest(f"{size} bytes of JSON, more than the limit of {metadata_limit_bytes} - at `$.metadata`")
-    check_numbers(bytes(metadata))
-    try:
-        _decode_messages(request.messages)
-    except msgspec.ValidationError as exc:
-        raise (
-            InvalidRequest(str(exc).replace("`$", "`$.messages"))
-            if "`$" in str(exc)
-            else InvalidRequest(f"{exc} - at `$.messages`")
-        ) from None
-    try:
-        _decode_object(_checked_object(request.completion_params, "completion_params"))
-    except msgspec.ValidationError as exc:
-        raise InvalidRequest(str(exc).replace("`$", "`$.completion_params")) from None
-    changed = _checked_texts(request)
-    if metadata is not request.metadata:
-        changed["metadata"] = metadata
-    return msgspec.structs.replace(request, **changed) if changed else request
-
-
-def _checked_object(raw: Raw, field: str, *, optional: bool = False) -> Raw:
-    kind = kind_of(raw)
-    if kind == "null" and optional:
-        return Raw(b"{}")
-    if kind != "object":
-        raise InvalidRequest(f"Expected `object`, got `{kind}` - at `$.{field}`")
-    return raw
-
-
-def _checked_texts(request: InitRequest) -> dict[str, Any]:
-    """Check URLs, keys and the idempotency key; what has to be put in their place."""
-    changed: dict[str, Any] = {}
-    key = request.idempotency_key
-    if key is not None:
-        if not key.strip():
-            changed["idempotency_key"] = None
-        elif len(key) > MAX_ID_LENGTH:
-            raise InvalidRequest(f"longer than {MAX_ID_LENGTH} characters - at `$.idempotency_key`")
-    for field in ("api_key", "llm_api_key"):
-        secret = getattr(request, field)
-        if secret is not None:
-            bare = secret.strip()
-            if not bare.isascii() or not bare.isprintable():
-                raise InvalidRequest(f"holds characters that no HTTP header can carry - at `$.{field}`")
-            if bare != secret or not bare:
-                changed[field] = bare or None
-    if request.server_url is None and (request.chat_completions_url is None or request.completion_callback_url is None):
-        raise InvalidRequest(
-            "Object missing required field `server_url`, or else `chat_completions_url` and `completion_callback_url`"
-        )
-    if request.server_url is not None:
-        _base_endpoints(request.server_url)
-    request.endpoints()
-    if request.tool_server_url is not None:
-        if not request.tool_server_url.strip():
-            changed["tool_server_url"] = None
-        else:
-            _full_url(request.tool_server_url, "tool_server_url")
-    if request.timeout_seconds is not None and request.timeout_seconds == float("inf"):
-        raise InvalidRequest("must be finite - at `$.timeout_seconds`")
-    return changed
-
-
 class CancelRequest(Struct, kw_only=True, frozen=True):
     """Body of `/cancel`: exactly one of the three."""
 
     ids: list[str] | UnsetType = UNSET
     prefix: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
     all: bool | UnsetType = UNSET
-
-
-_decode_cancel = msgspec.json.Decoder(CancelRequest).decode
-
-
-def parse_cancel(body: bytes) -> CancelRequest:
-    """The cancel request in the body; `InvalidJSON` or `InvalidRequest`."""
-    try:
-        request = _decode_cancel(body)
-    except msgspec.ValidationError as exc:
-        _must_be_json(body)
-        raise InvalidRequest(str(exc)) from None
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise InvalidJSON(str(exc)) from None
-    check_body(body)
-    if sum(getattr(request, f) is not UNSET for f in ("ids", "prefix", "all")) != 1 or request.all is False:
-        raise InvalidRequest('exactly one of {"ids": [...]}, {"prefix": "..."} and {"all": true} is needed')
-    return request
 
 
 # ---------------------------------------------------------------- answers
@@ -550,6 +252,8 @@ class RolloutState(Struct, kw_only=True, omit_defaults=True):
     reward: float | None = None
     metrics: RolloutMetrics | None = None
     turn: int | None = None
+    run: int | None = None
+    """Which run of the agent this is, where a restart has run the rollout again."""
     delivery_attempts: int | None = None
     last_delivery_error: str | None = None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
 
 from msgspec import Struct
 
@@ -125,6 +125,8 @@ class Span:
     """
 
     __slots__ = ("_context",)
+    is_live: ClassVar[bool] = False
+    """Whether anybody records it: what costs something to find out is not asked for otherwise."""
 
     def __init__(self, context: TraceContext | None = None) -> None:
         self._context = context
@@ -162,6 +164,7 @@ class _LiveSpan(Span):
     """A span that a provider records. While entered it is the current one, so an agent's own spans nest in it."""
 
     __slots__ = ("_otel_context", "_span", "_token", "_tracer")
+    is_live: ClassVar[bool] = True
 
     def __init__(
         self, tracer: OTelTracer, name: str, parent: Context, *, is_client: bool, attributes: dict[str, Value]

@@ -146,9 +146,12 @@ def _describe(exc: Exception) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
+    content = response.content
+    if content.is_eof() and content.exception() is None and content.total_bytes <= ANSWER_LIMIT_BYTES:
+        return content.read_nowait(-1)  # it came with the headers, as short ones do
     parts: list[bytes] = []
     size = 0
-    async for part in response.content.iter_any():
+    async for part in content.iter_any():
         size += len(part)
         if size > ANSWER_LIMIT_BYTES:
             response.close()
@@ -159,11 +162,14 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 async def _drain(response: aiohttp.ClientResponse) -> bytes:
     """Read a short body so that the connection can be used again; a long, slow or broken one costs the connection."""
+    content = response.content
+    if content.is_eof() and content.exception() is None:
+        return content.read_nowait(-1)  # it came with the headers, as short ones do
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(_DRAIN_SECONDS):
-            while not response.content.at_eof():
-                parts.append(await response.content.readany())
+            while not content.at_eof():
+                parts.append(await content.readany())
                 if sum(map(len, parts)) > _DRAIN_BYTES:
                     break
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
@@ -178,6 +184,8 @@ def bearer(key: str | None) -> dict[str, str]:
 
 def idempotency_header(rollout_id: str) -> str:
     """The id as a header value: percent-encoded where ASCII ends, so that different ids stay different."""
+    if rollout_id.isascii() and rollout_id.replace("-", "").replace("_", "").isalnum():
+        return rollout_id
     return urllib.parse.quote(rollout_id, safe="-_.~:/@+=,;!$'()*")
 
 
@@ -207,7 +215,7 @@ class TrainerSession:
         self._calls = 0
         self.retries = 0
 
-    async def chat_completions(self, messages: list[MessageDict], **params: Any) -> CompletionsResult:
+    async def chat_completions(self, messages: list[MessageDict], /, **params: Any) -> CompletionsResult:
         """One turn. Raises an `LLMError`: what could be retried has been, within the policy and the deadline.
 
         All tries of a turn carry one `Idempotency-Key`; another run of the same rollout has others.
@@ -224,8 +232,9 @@ class TrainerSession:
                 clock=self._trainer.clock,
                 on_retry=self._retried,
             )
-            span.set(Attributes.INPUT_TOKENS, usage_tokens(result.usage, "prompt_tokens"))
-            span.set(Attributes.OUTPUT_TOKENS, usage_tokens(result.usage, "completion_tokens"))
+            if span.is_live:
+                span.set(Attributes.INPUT_TOKENS, usage_tokens(result.usage, "prompt_tokens"))
+                span.set(Attributes.OUTPUT_TOKENS, usage_tokens(result.usage, "completion_tokens"))
             return result
 
     async def _call(self, body: bytes, headers: dict[str, str]) -> CompletionsResult:

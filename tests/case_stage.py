@@ -159,7 +159,7 @@ def same(one: Any, other: Any) -> bool:
 def validate_tool(tool: Any) -> ValidationResult:
     """What the validation says of an agent that has this tool."""
     agent = Instant()
-    agent.tools = [tool]  # type: ignore[misc]
+    agent.tools = [tool]
     return validate_agent_loop(agent)
 
 

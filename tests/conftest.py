@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
 import pytest
@@ -33,3 +34,11 @@ async def serve(trainer: MockTrainer) -> AsyncIterator[Serve]:
             return await stack.enter_async_context(serving(agent, trainer, **options))
 
         yield start
+
+
+@pytest.fixture
+def no_tracebacks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What a caller does wrong is no error of the service."""
+    yield
+    tracebacks = [r.getMessage() for r in caplog.get_records("call") if r.exc_info and r.levelno > logging.DEBUG]
+    assert tracebacks == []

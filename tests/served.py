@@ -143,6 +143,30 @@ class Served:
         return reader, writer
 
 
+def body_of(server: Served, **fields: Any) -> bytes:
+    """JSON of a valid request."""
+    return msgspec.json.encode(make_request(server_url=server.trainer.url, **fields))
+
+
+def insert(body: bytes, text: bytes) -> bytes:
+    """The JSON object with more members put in front."""
+    return b"{" + text + b"," + body[1:]
+
+
+async def post(server: Served, body: bytes, **headers: str) -> tuple[int, str]:
+    """Status and code of an init with these headers (underscores stand for hyphens)."""
+    answer = await server.call("POST", "/init", body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return answer.status, answer.json.get("code", "")
+
+
+async def exchange(server: Served, request: bytes) -> bytes:
+    """All that is answered on a connection of its own."""
+    reader, writer = await server.send_raw(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 def settings_with(**overrides: Any) -> RolloutSettings:
     """Settings with these fields replaced, whichever section has them; graces and pauses are short unless named."""
     given = {**_QUICK, **overrides}

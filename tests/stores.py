@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from rollout.schemas import InitRequest, RolloutStatus, parse_init
+from rollout.requests import InitRequest, parse_init
+from rollout.schemas import RolloutStatus
 from rollout.state.memory import MemoryStore
+from rollout.state.sqlite import SqliteStore
 from rollout.state.store import Callback, Finished, Record, Store
 from rollout.testing import make_request
 from rollout.wire import JSON, canonical_digest, digest, encode_strict
@@ -17,9 +19,17 @@ MakeStore: TypeAlias = Callable[[int, Path], Store]
 
 STORES: list[tuple[str, MakeStore]] = [
     ("memory", lambda result_cache_bytes, folder: MemoryStore(result_cache_bytes)),
+    ("sqlite", lambda result_cache_bytes, folder: make_sqlite(folder / "state.db", result_cache_bytes)),
 ]
 IDS = [name for name, _ in STORES]
 FACTORIES = [factory for _, factory in STORES]
+
+
+def make_sqlite(path: Path, result_cache_bytes: int = 1 << 20, **options: Any) -> SqliteStore:
+    """A store in a file. Its wall clock is ahead by a round number, so that times come back from the file exactly."""
+    return SqliteStore(
+        path, result_cache_bytes, **{"clock": lambda: 0.0, "wall_clock": lambda: 2.0**20, "wait_seconds": 0, **options}
+    )
 
 
 def make_init(**fields: JSON) -> InitRequest:

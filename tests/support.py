@@ -12,14 +12,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from served import GENEROUS_SECONDS, Served
+
 from rollout.agent.context import RolloutContext
-from rollout.agent.loop import RolloutAgentLoop
+from rollout.agent.loop import RolloutAgentLoop, RolloutResult
 from rollout.setting_spec import PREFIX
 from rollout.testing import MockTrainer, ReadResponse, make_request, post_init
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 20
 """How long a process may take to come up or to end: only a failing test waits so long."""
+
+USER = [{"role": "user", "content": "What is 2 + 2?"}]
+OK = {"role": "assistant", "content": "ok"}
+"""What the mock trainer answers to a chat."""
 
 Run = Callable[[RolloutContext], Any]
 
@@ -36,6 +42,39 @@ class Doing(RolloutAgentLoop):
     async def run(self, ctx: RolloutContext) -> Any:
         returned = self._run(ctx)
         return await returned if isinstance(returned, Awaitable) else returned
+
+
+async def swallow(ctx: RolloutContext) -> RolloutResult:
+    """Does not end when it is told to, nor when it loses its slot; then it comes with a result."""
+    for _ in range(2):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    return ctx.complete(USER, reward=1.0)
+
+
+async def chat_and_stay(ctx: RolloutContext) -> RolloutResult:
+    """One turn, then a second LLM call, which a trainer may leave open."""
+    messages = list(ctx.request.messages)
+    messages.append((await ctx.chat(messages)).message)
+    messages.append({"role": "user", "content": "go on"})
+    await ctx.chat(messages)
+    return ctx.complete(messages)
+
+
+async def state_of(server: Served, rollout_id: str) -> dict[str, Any]:
+    """The RolloutState of a known rollout."""
+    answer = await server.get(f"/v1/rollout/status/{rollout_id}")
+    assert answer.status == 200, answer
+    found: dict[str, Any] = answer.json
+    return found
+
+
+async def until_phase(server: Served, rollout_id: str, phase: str) -> dict[str, Any]:
+    """The RolloutState once its phase is this one."""
+    async with asyncio.timeout(GENEROUS_SECONDS):
+        while (found := await state_of(server, rollout_id))["phase"] != phase:
+            pass  # asking takes a turn of the loop or two
+    return found
 
 
 class Process:

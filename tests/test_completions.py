@@ -50,7 +50,7 @@ def read_all(result: CompletionsResult) -> list[Any]:
 # ---------------------------------------------------------------- answers
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.binary(max_size=40)
     | JSON_VALUES.map(lambda value: json.dumps(value).encode())
@@ -77,7 +77,7 @@ def test_a_broken_part_of_an_answer_is_one_kind_of_error(field: str, value: byte
         return
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MESSAGE)
 def test_the_message_is_handed_on_as_it_came(message: dict[str, Any]) -> None:
     assert result_of({"choices": [{"message": message}]}).message == message
@@ -304,7 +304,7 @@ def history_of(messages: list[Any]) -> History:
     return history
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MESSAGES, MESSAGES)
 def test_any_two_histories_are_compared_as_values(before: list[Any], after: list[Any]) -> None:
     expected = len(before) <= len(after) and all(map(same, before, after))
@@ -318,7 +318,7 @@ def reordered(value: Any) -> Any:
     return [reordered(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MESSAGES, MESSAGES)
 def test_appending_continues_however_the_text_is_spelled(before: list[Any], more: list[Any]) -> None:
     history = history_of(before)

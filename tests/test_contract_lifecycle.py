@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from typing import Any
 
 import pytest
 from conftest import Serve
-from served import GENEROUS_SECONDS, Held, Instant
-from support import Doing
+from served import Held, Instant
+from support import USER, Doing, chat_and_stay, state_of, swallow, until_phase
 
 from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutResult
 from rollout.testing import MockTrainer, close_before_answer, hang, hold, status, text
-
-USER = [{"role": "user", "content": "What is 2 + 2?"}]
-
-
-async def state(server: Any, rollout_id: str) -> dict[str, Any]:
-    """The RolloutState of a known rollout."""
-    answer = await server.get(f"/v1/rollout/status/{rollout_id}")
-    assert answer.status == 200, answer
-    found: dict[str, Any] = answer.json
-    return found
-
-
-async def chat_and_stay(ctx: RolloutContext) -> RolloutResult:
-    """One turn, then an LLM call that the trainer leaves open."""
-    messages = list(ctx.request.messages)
-    messages.append((await ctx.chat(messages)).message)
-    messages.append({"role": "user", "content": "go on"})
-    await ctx.chat(messages)
-    return ctx.complete(messages)
-
 
 # ---------------------------------------------------------------- states and phases
 
@@ -48,32 +26,27 @@ async def test_phases_go_from_queued_to_delivered(serve: Serve, trainer: MockTra
     await server.post_init(rollout_id="first")
     await server.post_init(rollout_id="second")
     await agent.running.wait()
-    first, second = await state(server, "first"), await state(server, "second")
+    first, second = await state_of(server, "first"), await state_of(server, "second")
     assert (first["status"], first["phase"]) == ("STARTED", "running")
     assert (second["status"], second["phase"]) == ("STARTED", "queued")
     assert "started_at" not in second
     agent.release.set()
     await trainer.wait_completed(2)
-    assert (await state(server, "second"))["phase"] == "delivering"
+    assert (await state_of(server, "second"))["phase"] == "delivering"
     acknowledgement.release()
     await trainer.wait_completed("second", accepted=True)
-    await asyncio.wait_for(_until_phase(server, "second", "delivered"), GENEROUS_SECONDS)
-    final = await state(server, "second")
+    await until_phase(server, "second", "delivered")
+    final = await state_of(server, "second")
     assert final["status"] == "COMPLETED"
     assert final["created_at"] <= final["started_at"] <= final["finished_at"] <= final["delivered_at"]
-
-
-async def _until_phase(server: Any, rollout_id: str, phase: str) -> None:
-    while (await state(server, rollout_id))["phase"] != phase:
-        pass  # asking takes a turn of the loop or two
 
 
 async def test_undelivered_is_final_and_keeps_its_status(serve: Serve, trainer: MockTrainer) -> None:
     trainer.on_completed(status(404))
     server = await serve(Instant())
     await server.post_init(rollout_id="a")
-    await asyncio.wait_for(_until_phase(server, "a", "undelivered"), GENEROUS_SECONDS)
-    found = await state(server, "a")
+    await until_phase(server, "a", "undelivered")
+    found = await state_of(server, "a")
     assert found["status"] == "COMPLETED"
     assert found["delivery_attempts"] == 1
     assert "404" in found["last_delivery_error"]
@@ -284,190 +257,6 @@ async def test_an_agent_that_swallows_its_timeout_loses_its_say(serve: Serve, tr
     await server.post_init(rollout_id="a", timeout_seconds=0.05)
     assert (await trainer.wait_completed("a")).json["finish_reason"] == "timeout"
     assert (await server.get("/status")).json["slots"]["running"] == 0
-
-
-# ---------------------------------------------------------------- cancel
-
-
-async def swallow(ctx: RolloutContext) -> RolloutResult:
-    """Does not end when it is told to, nor when it loses its slot; then it comes with a result."""
-    for _ in range(2):
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-    return ctx.complete(USER, reward=1.0)
-
-
-async def test_cancel_ends_a_queued_rollout_at_once(serve: Serve, trainer: MockTrainer) -> None:
-    agent = Held()
-    server = await serve(agent, max_concurrent_rollouts=1)
-    await server.post_init(rollout_id="running")
-    await server.post_init(rollout_id="queued")
-    assert await server.cancel(ids=["queued"]) == {"queued": "cancelled_queued"}
-    result = (await trainer.wait_completed("queued")).json
-    assert (result["status"], result["finish_reason"]) == ("ERROR", "cancelled")
-    assert (result["error_category"], result["retryable"]) == ("cancelled", False)
-    agent.release.set()
-    await trainer.wait_completed("running")
-    assert agent.ran == ["running"]
-
-
-async def test_cancel_aborts_the_llm_call_in_flight(serve: Serve, trainer: MockTrainer) -> None:
-    trainer.on_chat([text("4"), hang()])
-    server = await serve(Doing(chat_and_stay))
-    await server.post_init(rollout_id="a", messages=USER)
-    await trainer.wait_chats(2, "a")
-    assert await server.cancel(ids=["a"]) == {"a": "cancelled_running"}
-    await trainer.wait_until(lambda: trainer.chats("a")[1].abandoned)
-    result = (await trainer.wait_completed("a")).json
-    assert (result["status"], result["finish_reason"]) == ("ERROR", "cancelled")
-    assert result["final_messages"][:2] == [*USER, {"role": "assistant", "content": "4"}]
-
-
-async def test_cancel_ends_the_pause_between_retries(serve: Serve, trainer: MockTrainer) -> None:
-    trainer.on_chat(status(503, retry_after=200))
-    server = await serve(Doing(chat_and_stay))
-    await server.post_init(rollout_id="a")
-    await trainer.wait_chats(1, "a")
-    await server.cancel(ids=["a"])
-    assert (await trainer.wait_completed("a")).json["finish_reason"] == "cancelled"
-    assert len(trainer.chats("a")) == 1
-
-
-async def test_cancel_is_idempotent_and_tells_what_was_found(serve: Serve, trainer: MockTrainer) -> None:
-    server = await serve(Held())
-    await server.post_init(rollout_id="a")
-    assert await server.cancel(ids=["a", "nobody"]) == {"a": "cancelled_running", "nobody": "not_found"}
-    await trainer.wait_completed("a")
-    assert await server.cancel(ids=["a", "nobody"]) == {"a": "finished", "nobody": "not_found"}
-    assert len(trainer.completions("a")) == 1
-
-
-async def test_cancel_of_a_finished_rollout_changes_nothing(serve: Serve, trainer: MockTrainer) -> None:
-    acknowledgement = hold()
-    trainer.on_completed(acknowledgement)
-    server = await serve(Instant())
-    await server.post_init(rollout_id="a")
-    before = (await trainer.wait_completed("a")).body
-    assert await server.cancel(ids=["a"]) == {"a": "finished"}
-    assert (await server.get("/v1/rollout/result/a")).body == before
-    acknowledgement.release()
-
-
-@pytest.mark.parametrize("after", ["complete", "error", "raise", "none", "llm_error"])
-async def test_once_cancelled_the_result_is_cancelled_whatever_run_does(
-    serve: Serve, trainer: MockTrainer, after: str
-) -> None:
-    waiting = asyncio.Event()
-
-    async def run(ctx: RolloutContext) -> Any:
-        with contextlib.suppress(asyncio.CancelledError):
-            waiting.set()
-            await asyncio.Event().wait()
-        if after == "raise":
-            raise RuntimeError("no")
-        if after == "llm_error":
-            await ctx.chat(USER)
-        return {"complete": ctx.complete(USER, reward=1.0), "error": ctx.error("mine")}.get(after)
-
-    trainer.on_chat(status(400))
-    server = await serve(Doing(run))
-    await server.post_init(rollout_id="a")
-    await waiting.wait()
-    await server.cancel(ids=["a"])
-    result = (await trainer.wait_completed("a")).json
-    assert (result["status"], result["finish_reason"]) == ("ERROR", "cancelled")
-    assert result["error_category"] == "cancelled"
-    assert "reward" not in result
-
-
-async def test_an_agent_that_swallows_the_cancel_loses_its_slot_after_the_grace(
-    serve: Serve, trainer: MockTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = await serve(Doing(swallow), cancel_grace_seconds=0.1, max_concurrent_rollouts=1)
-    await server.post_init(rollout_id="a")
-    await server.post_init(rollout_id="b")
-    began = time.monotonic()
-    await server.cancel(ids=["a"])
-    assert (await state(server, "b"))["phase"] == "queued"
-    assert (await trainer.wait_completed("a")).json["finish_reason"] == "cancelled"
-    assert time.monotonic() - began >= 0.1
-    assert (await state(server, "b"))["phase"] == "running"
-    assert any("'a'" in r.getMessage() and r.levelno == logging.ERROR for r in caplog.records)
-
-
-async def test_what_a_swallowing_agent_returns_later_is_dropped(serve: Serve, trainer: MockTrainer) -> None:
-    finish = asyncio.Event()
-    over = asyncio.Event()
-
-    async def run(ctx: RolloutContext) -> RolloutResult:
-        while not finish.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await finish.wait()
-        asyncio.get_running_loop().call_later(0.05, over.set)
-        return ctx.complete(USER, reward=1.0)
-
-    server = await serve(Doing(run), cancel_grace_seconds=0)
-    await server.post_init(rollout_id="a")
-    await server.cancel(ids=["a"])
-    first = (await trainer.wait_completed("a", accepted=True)).body
-    finish.set()
-    await over.wait()
-    assert [request.body for request in trainer.completions("a")] == [first]
-    assert (await server.get("/v1/rollout/result/a")).body == first
-
-
-async def test_an_abandoned_agent_cannot_ask_the_llm_any_more(serve: Serve, trainer: MockTrainer) -> None:
-    abandoned, met = asyncio.Event(), asyncio.Event()
-
-    async def run(ctx: RolloutContext) -> None:
-        while not abandoned.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await abandoned.wait()
-        met.set()
-        await ctx.chat(USER)
-
-    server = await serve(Doing(run), cancel_grace_seconds=0)
-    await server.post_init(rollout_id="a")
-    await server.cancel(ids=["a"])
-    await trainer.wait_completed("a")
-    abandoned.set()
-    await met.wait()
-    await server.post_init(rollout_id="b")
-    await trainer.wait_chats(1, "b")
-    assert trainer.chats("a") == []
-
-
-async def test_a_second_cancel_within_the_grace_does_not_shorten_it(serve: Serve, trainer: MockTrainer) -> None:
-    cleaned = asyncio.Event()
-    begun = asyncio.Event()
-
-    async def run(ctx: RolloutContext) -> RolloutResult:
-        try:
-            begun.set()
-            await asyncio.Event().wait()
-        finally:
-            await cleaned.wait()
-        return ctx.complete(USER)
-
-    server = await serve(Doing(run))
-    await server.post_init(rollout_id="a")
-    await begun.wait()
-    assert await server.cancel(ids=["a"]) == {"a": "cancelled_running"}
-    assert await server.cancel(ids=["a"]) == {"a": "cancelled_running"}
-    assert (await state(server, "a"))["phase"] == "running"
-    cleaned.set()
-    assert (await trainer.wait_completed("a")).json["finish_reason"] == "cancelled"
-
-
-async def test_cancel_all_ends_everything_that_was_not_finished(serve: Serve, trainer: MockTrainer) -> None:
-    server = await serve(Held(), max_concurrent_rollouts=2)
-    for number in range(5):
-        await server.post_init(rollout_id=f"r{number}")
-    dispositions = await server.cancel(all=True)
-    assert sorted(dispositions.values()) == ["cancelled_queued"] * 3 + ["cancelled_running"] * 2
-    results = await trainer.wait_completed(5)
-    assert {request.json["finish_reason"] for request in results} == {"cancelled"}
-    assert (await server.get("/status")).json["slots"] == {"running": 0, "queued": 0}
 
 
 # ---------------------------------------------------------------- one failure touches no other

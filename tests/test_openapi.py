@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequest
-from rollout.schemas import InitRequest, parse_cancel, parse_init, parse_url
+from rollout.requests import InitRequest, parse_cancel, parse_init, parse_url
 from rollout.server.openapi import TWIN_PREFIX, openapi_document, openapi_json
 
 DOCUMENT = openapi_document()

@@ -114,7 +114,7 @@ class Desk:
             clock=clock,
         )
         policy = policy or RetryPolicy(retries=2, base_delay_seconds=1.0, max_delay_seconds=30.0)
-        self.outbox = Outbox(self.registry, send, policy, self.metrics, horizon_seconds=horizon_seconds)
+        self.outbox = Outbox(self.registry, send, policy, self.metrics)
 
     async def owe(self, rollout_id: str, server_url: str = "http://trainer:81") -> Record:
         """A rollout that has ended; the caller has to deliver it."""

@@ -15,23 +15,18 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from rollout.errors import InvalidJSON, InvalidRequest
+from rollout.requests import InitRequest, callback_url, parse_cancel, parse_init, parse_url
 from rollout.schemas import (
     DEFAULT_MAX_METADATA_SIZE_BYTES,
     MAX_ID_LENGTH,
     CancelRequest,
     CompletionsRequest,
-    InitRequest,
     OpenAIFunctionPropertySchema,
     RolloutMetrics,
     RolloutResponse,
     RolloutStatus,
-    callback_url,
     error_body,
     get_max_metadata_size_bytes,
-    kind_of,
-    parse_cancel,
-    parse_init,
-    parse_url,
     set_max_metadata_size_bytes,
 )
 from rollout.testing import make_request
@@ -76,13 +71,13 @@ def check_parse(body: bytes) -> None:
     request.tool_endpoint()
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=60) | TEXT.map(str.encode))
 def test_any_bytes_make_a_request_or_one_of_two_errors(body: bytes) -> None:
     check_parse(body)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS) | TEXT, JSON_VALUES, max_size=5))
 def test_any_value_in_any_field_makes_a_request_or_one_of_two_errors(fields: dict[str, Any]) -> None:
     check_parse(json.dumps(make_request(**fields)).encode())
@@ -97,7 +92,7 @@ def test_odd_literals_make_a_request_or_one_of_two_errors(field: str, literal: s
     check_parse(body)
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 200), st.binary(min_size=1, max_size=3))
 def test_a_damaged_request_makes_a_request_or_one_of_two_errors(at: int, damage: bytes) -> None:
     body = bytearray(encode_strict(make_request(metadata={"é": [1.5e3, "x"]}, unknown="ü")))
@@ -131,7 +126,7 @@ VALID = st.fixed_dictionaries(
 DEFAULTS = {"max_turns": 10, "max_tokens_total": 8192, "metadata": {}}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(VALID)
 def test_a_valid_request_reaches_the_agent_unchanged(fields: dict[str, Any]) -> None:
     request = parse_init(json.dumps(fields).encode(), LIMIT)
@@ -142,7 +137,7 @@ def test_a_valid_request_reaches_the_agent_unchanged(fields: dict[str, Any]) -> 
     assert request.key == fields.get("idempotency_key") or fields["rollout_id"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(VALID)
 def test_unknown_fields_are_ignored(fields: dict[str, Any]) -> None:
     extended = {"unknown": [1], **fields, "zz": {"a": None}}
@@ -284,7 +279,7 @@ def test_which_urls_may_be_called(text: str, as_base: bool, as_full: bool) -> No
                 parse_url(text, "field", base=base)
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=20), st.sampled_from(["", "http://", "https://", "http://[", "http://a:"]), st.booleans())
 def test_any_text_is_a_url_to_call_or_refused(text: str, start: str, base: bool) -> None:
     try:
@@ -337,39 +332,17 @@ def test_views_share_nothing_that_can_be_changed() -> None:
         assert view.max_turns == 10
 
 
-def test_metadata_is_decoded_once_and_stays_changeable() -> None:
-    view = parse(metadata={"a": 1}).view()
-
-    view.metadata["b"] = 2
-
-    assert view.metadata == {"a": 1, "b": 2}
-    assert view.metadata is view.metadata
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])
-def test_a_view_can_be_copied_and_compared_before_its_metadata_was_read(duplicate: Callable[[Any], Any]) -> None:
+def test_a_view_can_be_copied_and_compared(duplicate: Callable[[Any], Any]) -> None:
     request = parse(rollout_id="r", metadata={"a": 1})
 
     twin = duplicate(request.view())
 
     assert twin == request.view()
     assert request.view() == twin
-    assert twin.metadata == {"a": 1}
+    assert msgspec.structs.asdict(twin)["metadata"] == {"a": 1}
+    assert msgspec.structs.replace(twin, max_turns=3).max_turns == 3
     assert request.view() != parse(rollout_id="r", metadata={"a": 2}).view()
-    assert request.view() != 1
-
-
-@pytest.mark.xfail(reason="msgspec reads fields in C, where the lazy one is unset", raises=AttributeError)
-@pytest.mark.parametrize("use", [msgspec.structs.asdict, msgspec.structs.replace, msgspec.json.encode])
-def test_a_view_can_be_used_as_a_struct_before_its_metadata_was_read(use: Callable[[Any], Any]) -> None:
-    use(parse(metadata={"a": 1}).view())
-
-
-def test_a_view_has_no_fields_that_it_has_not() -> None:
-    view = parse().view()
-
-    with pytest.raises(AttributeError, match="has no attribute 'metadat'"):
-        _ = view.metadat  # type: ignore[attr-defined]
 
 
 def test_what_is_printed_holds_neither_keys_nor_content() -> None:
@@ -424,7 +397,7 @@ def test_a_cancel_that_means_nothing_or_two_things_is_refused(body: bytes) -> No
         parse_cancel(body)
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=30) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_make_a_cancel_or_one_of_two_errors(body: bytes) -> None:
     try:
@@ -465,22 +438,6 @@ def test_a_completions_request_can_be_built_by_hand() -> None:
 @given(st.text(alphabet=st.characters(codec=None, categories=None)))
 def test_an_error_body_can_always_be_written(detail: str) -> None:
     assert decode(error_body("code", detail))["code"] == "code"
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("{}", "object"),
-        ("[]", "array"),
-        ('""', "str"),
-        ("true", "bool"),
-        ("false", "bool"),
-        ("null", "null"),
-        ("-1", "number"),
-    ],
-)
-def test_the_kind_of_a_value_is_told_by_its_text(text: str, kind: str) -> None:
-    assert kind_of(msgspec.Raw(text.encode())) == kind
 
 
 # ---------------------------------------------------------------- the metadata limit of the process

@@ -22,7 +22,8 @@ from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutAgentLoop, RolloutResult
 from rollout.completions import CompletionsResult
 from rollout.errors import BadCompletion, TrainerRefused, TrainerUnavailable
-from rollout.schemas import DEFAULT_MAX_METADATA_SIZE_BYTES, RolloutRequest, parse_init
+from rollout.requests import parse_init
+from rollout.schemas import DEFAULT_MAX_METADATA_SIZE_BYTES, RolloutRequest
 from rollout.testing import (
     ChaosProxy,
     FakeClock,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.schemas import parse_init
+from rollout.requests import parse_init
 from rollout.traces import TraceWriter, file_name
 
 

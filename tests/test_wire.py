@@ -25,7 +25,6 @@ from rollout.wire import (
     MAX_DEPTH,
     canonical_digest,
     check_body,
-    check_numbers,
     decode,
     digest,
     encode,
@@ -61,7 +60,7 @@ def wrapped(value: Any, brackets: str) -> Any:
 # ---------------------------------------------------------------- nests_deeper
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(JSON_VALUES, st.text(alphabet="[{", max_size=30), st.integers(0, 40), st.booleans(), st.sampled_from([None, 1]))
 def test_nesting_is_measured_as_a_parser_would(
     value: Any, brackets: str, limit: int, ascii_only: bool, indent: int | None
@@ -106,7 +105,7 @@ def test_any_bytes_are_decoded_or_refused_as_invalid_json(body: bytes) -> None:
     assert decode(encode_strict(value)) == value
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(JSON_VALUES)
 def test_text_and_bytes_decode_alike(value: Any) -> None:
     text = json.dumps(value)
@@ -133,39 +132,6 @@ def test_a_body_may_nest_to_the_limit_and_not_beyond() -> None:
     check_body(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
     with pytest.raises(InvalidJSON, match="deeper than 100"):
         check_body(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1))
-
-
-# ---------------------------------------------------------------- check_numbers
-
-NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,5})(\.[0-9]{1,4})?([eE][+-]?[0-9]{1,4})?", fullmatch=True) | st.builds(
-    lambda digits, exponent: "9" * digits + exponent,
-    st.sampled_from([1, 150, 199, 200, 210, 308, 309, 400, 4300, 4301]),
-    st.sampled_from(["", "e9", "E99", "e+99", "e-9", ".5e99", "e308", "e0099"]),
-)
-
-
-def is_in_range(text: bytes) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-@settings(deadline=None)
-@given(NUMBERS, st.sampled_from(["%s", '{"a": [1, %s]}', "[%s, 2]", '{"x":{"y":%s}}']))
-def test_a_number_passes_if_and_only_if_it_can_be_decoded(number: str, around: str) -> None:
-    text = (around % number).encode()
-
-    if is_in_range(text):
-        check_numbers(text)
-    else:
-        with pytest.raises(InvalidJSON):
-            check_numbers(text)
-
-
-def test_words_that_look_like_large_exponents_pass() -> None:
-    check_numbers(b'{"id": "e1234", "hash": "deadbeef00e999", "digits": "' + b"7" * 5000 + b'"}')
 
 
 # ---------------------------------------------------------------- digests
@@ -204,7 +170,7 @@ def reversed_keys(value: Any) -> Any:
     return [reversed_keys(v) for v in value] if isinstance(value, list) else value
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(JSON_VALUES)
 def test_spelling_makes_no_difference_to_the_canonical_digest(value: Any) -> None:
     text = json.dumps(value)
@@ -226,7 +192,7 @@ def tagged(value: Any) -> Any:
     return ("bool", value) if isinstance(value, bool) else value
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(JSON_VALUES, JSON_VALUES)
 def test_different_values_have_different_digests(one: Any, other: Any) -> None:
     assume(tagged(one) != tagged(other))
@@ -376,7 +342,7 @@ AWKWARD = st.one_of(
     st.text(alphabet=st.characters(codec=None, categories=None), max_size=4),
     st.binary(max_size=4),
     st.binary(max_size=4).map(bytearray),
-    st.binary(max_size=4).map(memoryview),
+    st.binary(max_size=4).map(lambda data: memoryview(data)),
     st.decimals(),
     st.sampled_from([decimal.Decimal("1e400"), decimal.Decimal("sNaN"), decimal.Decimal("1e-999999")]),
     st.fractions(),
@@ -426,7 +392,7 @@ OBJECTS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(OBJECTS)
 def test_whatever_is_encoded_is_strict_json_afterwards(value: Any) -> None:
     text, problems = encode(value)
@@ -462,7 +428,7 @@ MEANINGFUL = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MEANINGFUL)
 def test_one_bad_value_changes_nothing_about_the_others(value: Any) -> None:
     alone, no_problems = encode([value])
@@ -473,7 +439,7 @@ def test_one_bad_value_changes_nothing_about_the_others(value: Any) -> None:
     assert decode(beside) == [*decode(alone), None]
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(JSON_VALUES)
 def test_json_values_travel_unchanged(value: Any) -> None:
     text, problems = encode(value)
@@ -494,6 +460,8 @@ def test_json_values_travel_unchanged(value: Any) -> None:
         (range(3), [0, 1, 2]),
         (decimal.Decimal("1.50"), 1.5),
         (decimal.Decimal("3"), 3),
+        ([decimal.Decimal("1E+5"), "1E+500"], [100000, "1E+500"]),
+        ([None, decimal.Decimal("0.5"), b"a", 3], [None, 0.5, "YQ==", 3]),
         (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
         (datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.UTC), "2026-01-02T03:04:00Z"),
         (datetime.date(2026, 1, 2), "2026-01-02"),
@@ -528,6 +496,14 @@ def test_what_has_a_plain_meaning_becomes_it(value: Any, expected: Any) -> None:
         (Point(None, Scalar(math.nan)), {"x": None, "y": None}, "$.y is nan, which JSON cannot hold"),
         ([object()], ["<object>"], "$[0] is a object, which JSON cannot hold"),
         ([Colour], ["<EnumType>"], "$[0] is a EnumType, which JSON cannot hold"),
+        ([decimal.Decimal("1e400")], [None], "$[0] is inf, which JSON cannot hold"),
+        ([decimal.Decimal("-1e999999999")], [None], "$[0] is -inf, which JSON cannot hold"),
+        ([Scalar(decimal.Decimal("NaN")), (None, {1})], [None, [None, [1]]], "$[0] is nan, which JSON cannot hold"),
+        (
+            [LyingInt(5), "\ud800"],
+            ["<LyingInt>", "\ufffd"],
+            "$[0] is a LyingInt that could not be converted (RuntimeError)",
+        ),
         ([10**5000], [None], "$[0] is an integer of 16610 bits"),
         ({"a": 1j}, {"a": "<complex>"}, "$.a is a complex, which JSON cannot hold"),
         ([Array([])], [[]], None),

@@ -27,13 +27,17 @@ __all__ = ["CompletionsResult", "LLMClient", "Observer", "RolloutContext"]
 class LLMClient(Protocol):
     """Whoever answers the LLM calls of one rollout: the trainer, another endpoint, a script."""
 
-    async def chat_completions(self, messages: list[MessageDict], **params: Any) -> CompletionsResult:
+    async def chat_completions(self, messages: list[MessageDict], /, **params: Any) -> CompletionsResult:
         """One answer to the messages; raises an `LLMError` if there is none."""
         ...
 
 
 class Observer:
     """Told what happens in a rollout, for metrics and traces. Every method may be overridden; none may raise."""
+
+    __slots__ = ()
+    is_tracing = False
+    """Whether `event()` is to be called for every turn."""
 
     def llm_called(self, seconds: float, error: BaseException | None) -> None:
         """An LLM call has ended."""
@@ -197,6 +201,9 @@ class RolloutContext:
             metrics.response_tokens += response
             metrics.max_context_tokens = max(metrics.max_context_tokens, prompt + response)
             self.limits.count(prompt, response)
+        if self._observer.is_tracing:
+            turn = {"turn": self.turn, "sent": msgspec.Raw(self.history.sent or b"[]"), "answer": result.message}
+            self._observer.event("chat", {**turn, "finish_reason": result.finish_reason, "usage": usage})
         if result.finish_reason == "length":
             self.extra_fields["truncated_turns"] = self.extra_fields.get("truncated_turns", 0) + 1
         if params.get("return_token_ids") and result.token_ids is not None:

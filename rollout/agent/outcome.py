@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ def outcome_of(
     *,
     measured: RolloutMetrics,
     extra_fields: Mapping[str, Any],
-    reached: Raw,
+    reached: Callable[[], Raw],
     category: ErrorCategory | None = None,
     retryable: bool | None = None,
 ) -> Outcome:
@@ -65,26 +65,33 @@ def outcome_of(
         message = message or "the agent ended the rollout as an error and gave no reason"
     else:
         category = retryable = None
-    finish_reason = _text(result.finish_reason)
-    if status is RolloutStatus.ERROR and finish_reason in (None, "stop"):
-        finish_reason = "error"
-    response = RolloutResponse(
-        rollout_id=rollout_id,
-        status=status,
-        final_messages=messages,  # type: ignore[arg-type]  # JSON text stands for what it encodes
-        metrics=metrics,
-        extra_fields=Raw(extra),  # type: ignore[arg-type]
-        finish_reason=finish_reason,
-        error_message=message,
-        reward=reward,
-        error_category=category,
-        retryable=retryable,
+    return _sealed(
+        RolloutResponse(
+            rollout_id=rollout_id,
+            status=status,
+            final_messages=messages,  # type: ignore[arg-type]  # JSON text stands for what it encodes
+            metrics=metrics,
+            extra_fields=Raw(extra),  # type: ignore[arg-type]
+            finish_reason=_finish_reason(result.finish_reason, status),
+            error_message=message,
+            reward=reward,
+            error_category=category,
+            retryable=retryable,
+        )
     )
+
+
+def _finish_reason(given: Any, status: RolloutStatus) -> str | None:
+    reason = _text(given)
+    return "error" if status is RolloutStatus.ERROR and reason in (None, "stop") else reason
+
+
+def _sealed(response: RolloutResponse) -> Outcome:
     return Outcome(
-        status=status,
-        finish_reason=finish_reason,
-        error_message=message,
-        error_category=category,
+        status=response.status,
+        finish_reason=response.finish_reason,
+        error_message=response.error_message,
+        error_category=response.error_category,
         body=encode_strict(response),
     )
 
@@ -144,13 +151,16 @@ def _listed(messages: Any, problems: list[str]) -> Sequence[Any] | Raw:
     return []
 
 
-def _messages(messages: Sequence[Any] | Raw, reached: Raw, status: RolloutStatus, problems: list[str]) -> Raw:
+def _messages(
+    messages: Sequence[Any] | Raw, reached: Callable[[], Raw], status: RolloutStatus, problems: list[str]
+) -> Raw:
     if isinstance(messages, Raw):
         return messages
     if status is RolloutStatus.ERROR and not messages:
-        return reached
-    text = _encoded(messages, "final_messages", problems)
-    return reached if text is None else Raw(text)
+        return reached()
+    text, lost = encode(messages, "final_messages")
+    problems += lost
+    return Raw(text) if text.startswith(b"[") else reached()
 
 
 def _extra(own: Mapping[str, Any], given: Any, problems: list[str]) -> bytes:
@@ -158,17 +168,15 @@ def _extra(own: Mapping[str, Any], given: Any, problems: list[str]) -> bytes:
     if given is not None and not isinstance(given, Mapping):
         problems.append(f"extra_fields is {_shown(given)}, not an object")
         given = None
-    text = _encoded({**own, **(given or {})}, "extra_fields", problems)
-    return encode(own)[0] if text is None else text
-
-
-def _encoded(value: Any, name: str, problems: list[str]) -> bytes | None:
-    """JSON of a field; None, and a problem more, for an object that fails when it is looked at."""
+    fields = own
     try:
-        text, lost = encode(value, name)
-    except Exception as exc:
-        problems.append(f"{name} cannot be encoded ({type(exc).__name__})")
-        return None
+        if given:
+            fields = {**own, **given}
+    except Exception as exc:  # a mapping of the agent's own making
+        problems.append(f"extra_fields is a {type(given).__name__} that cannot be read ({type(exc).__name__})")
+    if not fields:
+        return b"{}"
+    text, lost = encode(fields, "extra_fields")
     problems += lost
     return text
 
@@ -178,12 +186,8 @@ def _metrics(given: Any, measured: RolloutMetrics, problems: list[str]) -> Any:
     if given is None or given is measured:
         return measured
     if isinstance(given, (RolloutMetrics, Mapping)):
-        try:
-            fields = plain(given, "metrics", problems)
-        except Exception as exc:
-            problems.append(f"metrics cannot be encoded ({type(exc).__name__})")
-            return measured
-        return _merged(msgspec.to_builtins(measured), fields, problems)
+        fields = plain(given, "metrics", problems)
+        return _merged(msgspec.to_builtins(measured), fields, problems) if isinstance(fields, dict) else measured
     problems.append(f"metrics is {_shown(given)}, not an object")
     return measured
 

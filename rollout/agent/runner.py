@@ -34,12 +34,16 @@ class Cause(enum.Enum):
         return self.value[0]
 
 
+def _nothing() -> Raw:
+    return Raw(b"[]")
+
+
 def ended_before(rollout_id: str, cause: Cause, reached: Raw) -> Outcome:
     """The outcome of a rollout that is not running here, with the messages that are known of it."""
     finish_reason, category, text = cause.value
     result = RolloutResult(status=RolloutStatus.ERROR, finish_reason=finish_reason, error_message=text)
     return outcome_of(
-        rollout_id, result, measured=RolloutMetrics(), extra_fields={}, reached=reached, category=category
+        rollout_id, result, measured=RolloutMetrics(), extra_fields={}, reached=lambda: reached, category=category
     )
 
 
@@ -65,7 +69,7 @@ def _outcome(
         result,
         measured=RolloutMetrics() if ctx is None else ctx.measured(),
         extra_fields={} if ctx is None else ctx.extra_fields,
-        reached=Raw(b"[]") if ctx is None else ctx.history.reached(),
+        reached=_nothing if ctx is None else ctx.history.reached,
         category=category,
         retryable=retryable,
     )
@@ -101,11 +105,9 @@ class RolloutRun:
             outcome = self._of_exception(exc)
         else:
             outcome = self._of_return(returned)
-        if self.stop_cause is not None:
-            outcome = self.stopped()
         self.ctx.close()
         await _settle_cancellation()
-        return outcome
+        return outcome if self.stop_cause is None else self.stopped()
 
     def stopped(self) -> Outcome:
         """The outcome now, of a run that was told to end, whether it has or not. The agent has no say from here on."""

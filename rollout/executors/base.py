@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from rollout.agent.outcome import Outcome
 from rollout.agent.runner import Cause
-from rollout.schemas import InitRequest
+from rollout.requests import InitRequest
+from rollout.schemas import RolloutRequest
 from rollout.tracing import TraceContext
 
 
@@ -18,6 +19,8 @@ class Job(Struct, frozen=True, kw_only=True):
     """One rollout to run."""
 
     request: InitRequest
+    view: RolloutRequest | None = None
+    """The agent's own copy of the request; None: it is made when the run begins."""
     tools: Sequence[Any]
     """What `get_tools()` returned, for the agent's context."""
     accepted: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from rollout.agent.outcome import Outcome
@@ -55,7 +55,7 @@ class LocalExecutor(Executor):
         self._metrics = metrics
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
-        self._queue: deque[_Slot] = deque()
+        self._queue: OrderedDict[str, _Slot] = OrderedDict()
         self._running = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._unreported = 0
@@ -87,7 +87,7 @@ class LocalExecutor(Executor):
         if self._running < self._limit:
             self._launch(slot)
         else:
-            self._queue.append(slot)
+            self._queue[job.rollout_id] = slot
 
     def _launch(self, slot: _Slot) -> None:
         self._running += 1
@@ -101,9 +101,7 @@ class LocalExecutor(Executor):
 
     def _launch_next(self) -> None:
         while self._queue and self._running < self._limit:
-            slot = self._queue.popleft()
-            if not slot.ended:
-                self._launch(slot)
+            self._launch(self._queue.popitem(last=False)[1])
 
     # ------------------------------------------------------------ one run
 
@@ -140,7 +138,9 @@ class LocalExecutor(Executor):
                 timer.cancel()
         slot.timer = slot.grace = None
         del self._slots[slot.job.rollout_id]
-        if slot.task is not None:
+        if slot.task is None:
+            del self._queue[slot.job.rollout_id]
+        else:
             self._running -= 1
             self._launch_next()
         return True

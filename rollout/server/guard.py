@@ -79,6 +79,9 @@ class _Guard(asyncio.Protocol):
             self._last = self._loop.time()
             if self._timer is None:
                 self._timer = self._loop.call_later(self._pause_seconds, self._check)
+        elif self._timer is not None:  # they are complete: what follows is no pause within them
+            self._timer.cancel()
+            self._timer = None
 
     def _awaits_headers(self) -> bool:
         """Whether aiohttp still waits for a request although bytes of one have come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Container
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-ID"
 _LONGEST_REQUEST_ID = 128
+_PROCESS = uuid.uuid4().hex[:24]
+_requests = itertools.count(1)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,7 +43,7 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 def new_request_id() -> str:
     """For a request that has none, or could not be read so far."""
-    return uuid.uuid4().hex
+    return f"{_PROCESS}{next(_requests):08x}"
 
 
 def error_response(exc: RequestError) -> web.Response:

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Raw
 
 from rollout.agent.runner import Cause, ended_before
+from rollout.errors import StoreError
 from rollout.executors.base import Ended, Job
 from rollout.state.registry import Registry
 from rollout.state.store import Record, Restarted
@@ -84,7 +85,12 @@ class Recovery:
             await self._interrupt(record, job)
             return
         run = record.run + 1
-        await self._registry.store.move(record.rollout_id, Restarted(run=run))
+        try:
+            await self._registry.store.move(record.rollout_id, Restarted(run=run))
+        except StoreError as exc:  # a run that is not counted could go on for ever
+            logger.error("rollout %r: cannot be run again, the store fails: %s", record.rollout_id, exc)
+            await self._interrupt(record, job)
+            return
         logger.info("rollout %r: run %d begins", record.rollout_id, run)
         self._submit(
             Job(

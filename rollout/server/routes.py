@@ -10,7 +10,8 @@ from aiohttp import web
 
 from rollout.errors import InvalidRequest, MethodNotAllowed, MissingExtra, NotFound, RequestError
 from rollout.metrics import CONTENT_TYPE, render
-from rollout.schemas import CancelResponse, parse_cancel, parse_init
+from rollout.requests import parse_cancel, receive
+from rollout.schemas import CancelResponse
 from rollout.server.body import read_body
 from rollout.server.middlewares import error_response
 from rollout.server.openapi import openapi_json
@@ -73,9 +74,9 @@ class Routes:
         began = self._service.clock()
         try:
             body = await read_body(request, self._body_limit_bytes, self._pause_seconds)
-            parsed = parse_init(body, self._service.settings.metadata_limit_bytes)
+            received = receive(body, self._service.settings.metadata_limit_bytes)
             trace = extract(request.headers) if "traceparent" in request.headers else None
-            answer = await self._service.init(parsed, trace)
+            answer = await self._service.init(received, trace)
         except RequestError as exc:
             self._metrics.inits.inc("rejected", exc.code)
             raise
@@ -90,7 +91,7 @@ class Routes:
 
     async def status(self, request: web.Request) -> web.Response:
         """GET /status."""
-        return _json(encode_strict(self._service.status()))
+        return _json(encode_strict(self._service.reports.status()))
 
     async def state(self, request: web.Request) -> web.Response:
         """GET /status/{rollout_id}."""
@@ -105,7 +106,7 @@ class Routes:
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health."""
-        body = self._service.health()
+        body = self._service.reports.health()
         return _json(encode_strict(body), 200 if body["status"] == "healthy" else 503)
 
     async def no_such_method(self, request: web.Request) -> web.Response:

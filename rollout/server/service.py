@@ -1,57 +1,45 @@
 """The hinge of the house: the only file that knows the whole machine.
 
-Requests come in through `init()`, results go out through `_ended()`; the two meet in the record.
+Requests come in through the admissions, results go out through `_ended()`; the two meet in the record.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
-from rollout._version import __version__
-from rollout.agent.context import Checkpoints, Observer, RolloutContext
+from rollout.agent.context import Checkpoints, RolloutContext
 from rollout.agent.runner import Cause, RolloutRun
-from rollout.agent.tools import tools_to_wire
-from rollout.errors import (
-    GetToolsFailed,
-    InvalidRequest,
-    NotFound,
-    RequestError,
-    RequestRejected,
-    ResultDropped,
-    ServiceUnavailable,
-    StoreError,
-)
-from rollout.executors.base import Capacity, Ended, Executor, Job
+from rollout.errors import NotFound, ResultDropped, StoreError
+from rollout.executors.base import Ended, Executor, Job
 from rollout.executors.local import LocalExecutor
 from rollout.hosts import AllowedHosts
-from rollout.metrics import LoopLagMonitor, Metrics, llm_outcome
+from rollout.metrics import LoopLagMonitor, Metrics
+from rollout.requests import callback_url
 from rollout.retry import Clock, RetryPolicy
-from rollout.schemas import CancelRequest, InitRequest, Phase, RolloutState, callback_url
+from rollout.schemas import CancelRequest, RolloutState
+from rollout.server.admissions import Admissions
 from rollout.server.recovery import Recovery
+from rollout.server.reports import Reports
 from rollout.server.states import state_of
+from rollout.server.watcher import Watcher
 from rollout.settings import RolloutSettings
 from rollout.state.checkpoints import StoredCheckpoints
 from rollout.state.outbox import Outbox
-from rollout.state.registry import Admission, Registry, init_answer
-from rollout.state.store import Record, Store, Tally
+from rollout.state.registry import Registry
+from rollout.state.store import Record, Store
 from rollout.state.sweeper import Sweeper
-from rollout.traces import Trace, TraceWriter
-from rollout.tracing import TraceContext, Tracer
+from rollout.traces import TraceWriter
+from rollout.tracing import Tracer
 from rollout.trainer import Trainer, TrainerSession, bearer, idempotency_header
-from rollout.wire import encode
 
 logger = logging.getLogger(__name__)
-
-GET_TOOLS_SECONDS = 60.0
-"""How long `get_tools()` may take before the init is answered with an error."""
 
 _STORE_PAUSE_SECONDS = 0.25
 _LONGEST_STORE_PAUSE_SECONDS = 4.0
@@ -91,7 +79,34 @@ class Service:
         self.settings = settings
         self.clock = clock
         self.metrics = Metrics() if metrics is None else metrics
-        self.registry = Registry(
+        self.registry = self._make_registry(store, clock, wall_clock)
+        self.trainer = Trainer(client, self.metrics, clock=clock)
+        self.executor = executor or self._make_executor()
+        self.outbox = self._make_outbox()
+        self.sweeper = Sweeper(self.registry, self.metrics, interval_seconds=server.cleanup_interval_seconds)
+        self.admissions = Admissions(
+            agent,
+            self.registry,
+            self.executor,
+            self.metrics,
+            hosts=AllowedHosts.parse(client.allowed_hosts),
+            timeout_seconds=server.rollout_timeout_seconds,
+        )
+        self.reports = Reports(self.agent_name, settings, self.registry, self.executor, self.outbox, self.sweeper)
+        self.reports.feed(self.metrics)
+        self.init = self.admissions.init
+        self._tracer = Tracer.create() if tracer is None else tracer
+        self._traces = TraceWriter(server.debug_dir) if server.debug_dir else None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._owned = contextlib.AsyncExitStack()
+        self._running = False
+        self._unwritten = 0
+        self._all_written = asyncio.Event()
+        self._all_written.set()
+
+    def _make_registry(self, store: Store, clock: Clock, wall_clock: Callable[[], float]) -> Registry:
+        server = self.settings.server
+        return Registry(
             store,
             capacity=server.max_concurrent_rollouts + server.max_queued_rollouts,
             owed_limit_bytes=server.result_cache_bytes,
@@ -100,46 +115,25 @@ class Service:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.trainer = Trainer(client, self.metrics, clock=clock)
-        self.executor = executor or LocalExecutor(
+
+    def _make_executor(self) -> LocalExecutor:
+        server = self.settings.server
+        return LocalExecutor(
             self._prepare,
             limit=server.max_concurrent_rollouts,
             cancel_grace_seconds=server.cancel_grace_seconds,
             metrics=self.metrics,
-            clock=clock,
+            clock=self.clock,
         )
-        self.outbox = Outbox(
-            self.registry,
-            self._send,
-            RetryPolicy(
-                retries=client.complete_rollout_retries,
-                base_delay_seconds=client.retry_base_delay,
-                max_delay_seconds=client.retry_max_delay,
-            ),
-            self.metrics,
-            horizon_seconds=server.delivery_horizon_seconds,
-        )
-        self.sweeper = Sweeper(self.registry, self.metrics, interval_seconds=server.cleanup_interval_seconds)
-        self._hosts = AllowedHosts.parse(client.allowed_hosts)
-        self._tracer = Tracer.create() if tracer is None else tracer
-        self._traces = TraceWriter(server.debug_dir) if server.debug_dir else None
-        self._timeout_seconds = server.rollout_timeout_seconds
-        self._admits_inline = not store.suspends and not inspect.iscoroutinefunction(agent.get_tools)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._owned = contextlib.AsyncExitStack()
-        self._started = clock()
-        self._running = False
-        self._unwritten = 0
-        self._all_written = asyncio.Event()
-        self._all_written.set()
-        self._set_gauges()
 
-    def _set_gauges(self) -> None:
-        capacity = self.executor.capacity
-        self.metrics.queue_depth.set_function(lambda: capacity().queued)
-        self.metrics.slots_in_use.set_function(lambda: capacity().running)
-        self.metrics.slots_limit.set_function(lambda: capacity().limit)
-        self.metrics.records.set_function(lambda: _records_by(self.registry.store.tally()))
+    def _make_outbox(self) -> Outbox:
+        client = self.settings.client
+        policy = RetryPolicy(
+            retries=client.complete_rollout_retries,
+            base_delay_seconds=client.retry_base_delay,
+            max_delay_seconds=client.retry_max_delay,
+        )
+        return Outbox(self.registry, self._send, policy, self.metrics)
 
     # ------------------------------------------------------------ life
 
@@ -156,8 +150,7 @@ class Service:
         await enter(self.sweeper)
         await self.executor.start(self._starting, self._ended)
         self._owned.push_async_callback(self.executor.stop)
-        self._started = self.clock()
-        self._running = True
+        self._running = self.reports.is_running = True
         await self._recover()
 
     async def _recover(self) -> None:
@@ -165,37 +158,31 @@ class Service:
         recovery = Recovery(
             self.registry,
             resumes=resumes,
-            timeout_seconds=self._timeout_seconds,
-            get_tools=self._tools_again,
+            timeout_seconds=self.settings.server.rollout_timeout_seconds,
+            get_tools=self.admissions.tools_again,
             submit=self.executor.submit,
             end=self._ended_before,
         )
         await recovery.run()
 
-    async def _tools_again(self, request: InitRequest) -> Any:
-        tools = self._call_get_tools(request)
-        if inspect.isawaitable(tools):
-            async with asyncio.timeout(GET_TOOLS_SECONDS):
-                return await tools
-        return tools
-
     async def _ended_before(self, ended: Ended) -> None:
-        self._own(self._ended(ended))  # its trainer may be slow, the start is not
+        task = asyncio.create_task(self._ended(ended))  # its trainer may be slow, the start is not
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Refuse what is new, give the running rollouts their grace, deliver, and let go. May be called twice."""
         if not self._running:
             return
-        self._running = False
+        self._running = self.reports.is_running = False
         grace = self.settings.server.shutdown_grace_seconds if grace_seconds is None else grace_seconds
         self.registry.begin_drain()
         live = self.registry.store.tally().live
         if live:
             logger.info("draining: %d rollouts have %g s to end", live, grace)
         try:
+            await self.admissions.finish()
             await self.executor.drain(grace)
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=GET_TOOLS_SECONDS)
             await self._wait_until_written()
             await self.outbox.flush(FLUSH_SECONDS)
             self.registry.wake_all()
@@ -208,116 +195,6 @@ class Service:
                 await self._all_written.wait()
         except TimeoutError:
             logger.error("%d results could not be stored; a restart reports them as interrupted", self._unwritten)
-
-    # ------------------------------------------------------------ in
-
-    async def init(self, request: InitRequest, trace: TraceContext | None = None) -> bytes:
-        """Accept a rollout, or recognise one; the body of the 202. Raises `RequestError`.
-
-        A caller that goes away takes nothing with it: whoever leads the admission, it is carried to its end.
-        """
-        if not self._hosts.allows_everything:
-            await self._check_hosts(request)
-        admission, leads = self.registry.enter(request)
-        if not leads:
-            self.metrics.inits.inc("duplicate", "")
-            return await admission.wait()
-        if self._admits_inline:
-            await self._lead(admission, trace)  # nothing in it waits, so nothing can cut it off
-        else:
-            self._own(self._lead(admission, trace))
-        return await admission.wait()
-
-    async def _check_hosts(self, request: InitRequest) -> None:
-        endpoints = request.endpoints()
-        base = request.server_url is not None
-        await self._hosts.check(endpoints.chat, "server_url" if base else "chat_completions_url")
-        await self._hosts.check(endpoints.completed, "server_url" if base else "completion_callback_url")
-        tools = request.tool_endpoint()
-        if tools is not None:
-            await self._hosts.check(tools, "tool_server_url")
-
-    def _own(self, coroutine: Any) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _lead(self, admission: Admission, trace: TraceContext | None) -> None:
-        """Decide an admission, up to the point where `get_tools()` makes us wait."""
-        try:
-            record = await self.registry.known(admission)
-            if record is not None:
-                self.metrics.inits.inc("duplicate", "")
-                self._conclude(admission, init_answer(record))
-                return
-            self.registry.check_room()
-            tools = self._call_get_tools(admission.request)
-        except BaseException as exc:
-            self._fail(admission, exc)
-            return
-        if not inspect.isawaitable(tools):
-            await self._accept(admission, trace, tools)
-        elif self._admits_inline:
-            self._admits_inline = False  # an async get_tools() in disguise
-            self._own(self._accept_later(admission, trace, tools))
-        else:
-            await self._accept_later(admission, trace, tools)
-
-    def _call_get_tools(self, request: InitRequest) -> Any:
-        try:
-            return self.agent.get_tools(request.view())
-        except InvalidRequest as exc:
-            raise RequestRejected(str(exc)) from exc
-        except BaseException as exc:
-            raise _get_tools_raised(request, exc) from exc
-
-    async def _accept_later(self, admission: Admission, trace: TraceContext | None, tools: Awaitable[Any]) -> None:
-        try:
-            async with asyncio.timeout(GET_TOOLS_SECONDS):
-                found = await tools
-        except InvalidRequest as exc:
-            self._fail(admission, RequestRejected(str(exc)))
-        except TimeoutError as exc:
-            self._fail(admission, _get_tools_raised(admission.request, exc))
-        except BaseException as exc:
-            self._fail(admission, _get_tools_raised(admission.request, exc))
-        else:
-            await self._accept(admission, trace, found)
-
-    async def _accept(self, admission: Admission, trace: TraceContext | None, tools: Any) -> None:
-        request = admission.request
-        try:
-            text = _tools_text(tools)
-            record = await self.registry.admit(admission, text)
-        except BaseException as exc:
-            self._fail(admission, exc)
-            return
-        accepted = self.clock()
-        job = Job(
-            request=request, tools=tools, accepted=accepted, deadline=self._deadline(request, accepted), trace=trace
-        )
-        self.executor.submit(job)
-        if admission.cancelled:
-            self.executor.cancel(job.rollout_id, Cause.CANCELLED)
-        self.metrics.inits.inc("accepted", "")
-        self._conclude(admission, init_answer(record))
-
-    def _deadline(self, request: InitRequest, accepted: float) -> float | None:
-        seconds = self._timeout_seconds if request.timeout_seconds is None else request.timeout_seconds
-        return accepted + seconds if seconds > 0 else None
-
-    def _conclude(self, admission: Admission, answer: bytes | None, error: RequestError | None = None) -> None:
-        self.registry.leave(admission)
-        admission.resolve(answer, error)
-
-    def _fail(self, admission: Admission, exc: BaseException) -> None:
-        """Nothing is remembered: all who wait get the same error, the next try starts afresh."""
-        if isinstance(exc, StoreError):
-            exc = ServiceUnavailable(f"the store cannot remember the rollout now: {exc}", "store_failed", 5)
-        if not isinstance(exc, RequestError):
-            logger.error("rollout %r: admission failed", admission.request.rollout_id, exc_info=exc)
-            exc = RequestError("the service failed while it admitted the rollout; its log says how")
-        self._conclude(admission, None, exc)
 
     # ------------------------------------------------------------ running
 
@@ -341,7 +218,7 @@ class Service:
             span=span,
             run=job.run,
         )
-        view = request.view()
+        view = request.view() if job.view is None else job.view
         if trace is not None:
             trace.write("started", request=request)
         ctx = RolloutContext(
@@ -351,7 +228,7 @@ class Service:
             strict_history=self.settings.client.strict_history,
             deadline=job.deadline,
             clock=self.clock,
-            observer=_Watcher(self.metrics, trace),
+            observer=Watcher(self.metrics, trace),
             span=span,
             run=job.run,
             checkpoint=job.checkpoint,
@@ -395,7 +272,8 @@ class Service:
             try:
                 return await self.registry.finish(rollout_id, outcome.status, outcome.body, ended.turn, ended.trace)
             except StoreError as exc:
-                logger.error("rollout %r: its result waits in memory for the store: %s", rollout_id, exc)
+                if pause == _STORE_PAUSE_SECONDS:  # once: a disk may stay full for long, and many may wait
+                    logger.error("rollout %r: its result waits in memory for the store: %s", rollout_id, exc)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_STORE_PAUSE_SECONDS)
 
@@ -429,6 +307,10 @@ class Service:
             await self.trainer.deliver(callback_url(callback.url), record.result, headers)
 
     # ------------------------------------------------------------ questions
+
+    def health(self) -> dict[str, Any]:
+        """The body of `/health`, also for an application that the service is mounted in."""
+        return self.reports.health()
 
     async def state(self, rollout_id: str) -> RolloutState:
         """What is known of a rollout; `NotFound`."""
@@ -477,114 +359,3 @@ class Service:
                 return "not_found" if record is None else "finished"
         logger.info("rollout %r cancelled while %s", rollout_id, where)
         return f"cancelled_{where}"
-
-    # ------------------------------------------------------------ health
-
-    def problem(self) -> str | None:
-        """Why this service is not healthy; None if it is."""
-        for name, task in (("sweeper", self.sweeper.task), ("outbox", self.outbox.task)):
-            if self._running and task is not None and task.done():
-                return f"the {name} has died"
-        failure = self.registry.store.failure or self.outbox.failure
-        if failure is not None:
-            return f"the store fails: {failure}"
-        return None
-
-    def health(self) -> dict[str, Any]:
-        """The body of `/health`: counts that are kept anyway, so it costs the same with a million records."""
-        problem = self.problem()
-        tally = self.registry.store.tally()
-        status = "unhealthy" if problem else "draining" if self.registry.draining else "healthy"
-        body: dict[str, Any] = {
-            "status": status,
-            "agent_loop": self.agent_name,
-            "active_rollouts": tally.live,
-            "completed_rollouts": tally.records - tally.live,
-            "undelivered_rollouts": tally.by_phase[Phase.UNDELIVERED],
-            "uptime_seconds": round(self.clock() - self._started, 3),
-            "version": __version__,
-        }
-        if problem:
-            body["reason"] = problem
-        return body
-
-    def status(self) -> dict[str, Any]:
-        """The body of `/status`."""
-        tally = self.registry.store.tally()
-        capacity: Capacity = self.executor.capacity()
-        server = self.settings.server
-        return {
-            "agent": self.agent_name,
-            "version": __version__,
-            "uptime_seconds": round(self.clock() - self._started, 3),
-            "draining": self.registry.draining,
-            "rollouts": {"by_state": tally.by_status, "by_phase": tally.by_phase, "records": tally.records},
-            "slots": {"running": capacity.running, "queued": capacity.queued},
-            "limits": {
-                "max_concurrent_rollouts": server.max_concurrent_rollouts,
-                "max_queued_rollouts": server.max_queued_rollouts,
-                "rollout_timeout_seconds": server.rollout_timeout_seconds,
-                "record_ttl_seconds": server.record_ttl_seconds,
-                "max_body_bytes": server.max_body_bytes,
-                "max_metadata_size_bytes": self.settings.metadata_limit_bytes,
-                "result_cache_bytes": server.result_cache_bytes,
-            },
-            "store": {
-                "kind": self.registry.store.name,
-                "size_bytes": self.registry.store.size_bytes,
-                "failure": self.registry.store.failure,
-                "owed_bytes": tally.owed_bytes,
-                "held_bytes": tally.held_bytes,
-            },
-        }
-
-
-class _Watcher(Observer):
-    """Carries what happens in one rollout to the metrics, the record and the trace file."""
-
-    __slots__ = ("_metrics", "_trace")
-
-    def __init__(self, metrics: Metrics, trace: Trace | None) -> None:
-        self._metrics = metrics
-        self._trace = trace
-
-    def llm_called(self, seconds: float, error: BaseException | None) -> None:
-        self._metrics.llm_seconds.observe(seconds)
-        self._metrics.llm_calls.inc(llm_outcome(error))
-
-    def tool_called(self, name: str, seconds: float, error: str | None) -> None:
-        self._metrics.tool_seconds.observe(seconds)
-        if self._trace is not None:
-            self._trace.write("tool", name=name, seconds=seconds, error=error)
-
-    def history_rewritten(self) -> None:
-        self._metrics.history_rewrites.inc()
-
-    def event(self, name: str, data: dict[str, Any]) -> None:
-        if self._trace is not None:
-            self._trace.write(name, **data)
-
-
-def _records_by(tally: Tally) -> dict[tuple[str, ...], float]:
-    return {("", phase.value): count for phase, count in tally.by_phase.items()}
-
-
-def _get_tools_raised(request: InitRequest, exc: BaseException) -> GetToolsFailed:
-    logger.error("rollout %r: get_tools() failed", request.rollout_id, exc_info=exc)
-    what = (
-        f"took more than {GET_TOOLS_SECONDS:g} s" if isinstance(exc, TimeoutError) else f"raised {type(exc).__name__}"
-    )
-    return GetToolsFailed(f"the agent's get_tools() {what}; the service's log has the traceback")
-
-
-def _tools_text(tools: Any) -> bytes:
-    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
-        raise GetToolsFailed(f"the agent's get_tools() returned {type(tools).__name__}, not a list of tools")
-    try:
-        wire = tools_to_wire(tools)
-    except TypeError as exc:
-        raise GetToolsFailed(f"the agent's get_tools() returned a list with something that is no tool: {exc}") from None
-    text, problems = encode(wire, "tools")
-    if problems:
-        raise GetToolsFailed(f"the agent's tools cannot be sent: {'; '.join(problems)[:1000]}")
-    return text

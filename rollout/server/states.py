@@ -49,6 +49,7 @@ def state_of(record: Record, turn: int) -> RolloutState:
         reward=summary.reward,
         metrics=summary.metrics,
         turn=turn,
+        run=record.run if record.run > 1 else None,
         delivery_attempts=record.attempts,
         last_delivery_error=record.last_error,
     )

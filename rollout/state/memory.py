@@ -131,7 +131,7 @@ class MemoryStore(Store):
                 oldest.result, oldest.result_held = without_messages(oldest.result), False
 
     def scan(self, prefix: str = "", *, live: bool = False) -> Iterator[Record]:
-        records = self._open.live() if live else [*self._open.all(), *self._settled.values()]
+        records = self._open.live() if live else self._open.all()
         return with_prefix(records, prefix)
 
     async def expire(self, now: float, limit: int) -> int:

@@ -124,7 +124,9 @@ def apply_settlement(record: Record, settlement: Settlement, phase: Phase) -> No
     record.phase, record.attempts = phase, settlement.attempts
     record.delivered_at = getattr(settlement, "at", None)
     record.last_error = getattr(settlement, "error", None)
-    record.callback = record.give_up = record.due = None
+    record.give_up = record.due = None
+    if phase is Phase.DELIVERED:
+        record.callback = None
     record.expires = getattr(settlement, "expires", None)
 
 

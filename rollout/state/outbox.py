@@ -37,15 +37,12 @@ class Outbox:
     every attempt. A result whose attempt is cut off (a shutdown) stays owed.
     """
 
-    def __init__(
-        self, registry: Registry, send: Send, policy: RetryPolicy, metrics: Metrics, *, horizon_seconds: float
-    ) -> None:
+    def __init__(self, registry: Registry, send: Send, policy: RetryPolicy, metrics: Metrics) -> None:
         self._registry = registry
         self._store = registry.store
         self._send = send
         self._policy = policy
         self._metrics = metrics
-        self._horizon_seconds = horizon_seconds
         self._clock = registry.clock
         self._stopping = False
         self._wake = asyncio.Event()

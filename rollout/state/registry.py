@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from rollout.errors import Conflict, RequestError, ServiceUnavailable
+from rollout.requests import InitRequest
 from rollout.retry import Clock
-from rollout.schemas import InitRequest, RolloutStatus
+from rollout.schemas import RolloutStatus
 from rollout.state.store import Callback, Finished, Record, Started, Store
 from rollout.tracing import TraceContext
 from rollout.wire import canonical_digest, digest, encode_strict

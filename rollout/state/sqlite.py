@@ -11,16 +11,17 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from rollout.retry import Clock
 from rollout.schemas import Phase, RolloutStatus
 from rollout.state.memory import without_messages
 from rollout.state.open_records import OpenRecords, apply_finish, apply_settlement, with_prefix
-from rollout.state.sqlite_schema import COLUMNS, record_of, row_of
-from rollout.state.sqlite_writer import Write, Writer
+from rollout.state.sqlite_file import WAIT_SECONDS
+from rollout.state.sqlite_schema import COLUMNS, SELECT, Row, record_of, row_of
+from rollout.state.sqlite_writer import PROBE_SECONDS, Then, Write, Writer
 from rollout.state.store import (
     Checkpointed,
     Delivered,
@@ -35,16 +36,34 @@ from rollout.state.store import (
     Store,
     Tally,
 )
+from rollout.state.tool_lists import ToolLists
 
-_SELECT = (
-    f"SELECT {','.join('r.' + c for c in COLUMNS)}, t.body, s.body, c.messages FROM records r "  # noqa: S608
-    "LEFT JOIN tools t ON t.number = r.tools LEFT JOIN results s ON s.number = r.number "
-    "LEFT JOIN checkpoints c ON c.number = r.number"
-)
 _DROP_UNUSED_TOOLS = "DELETE FROM tools WHERE number NOT IN (SELECT tools FROM records)"
-_MANY_TOOL_LISTS = 4096
+_NUMBER, _TOOLS = COLUMNS.index("number"), COLUMNS.index("tools")
 _TRIM = 64
-_VACUUM_PAGES = 512
+_VACUUM_PAGES = 4096
+_SPARE_PAGES = 256
+_SPARE_SHARE = 8
+
+
+class _Place(Struct, frozen=True, gc=False):
+    """Where a record is in the file."""
+
+    number: int
+    tools: int
+
+
+class _Forgotten(Struct, frozen=True, gc=False):
+    """What has to be known of a record that was deleted."""
+
+    rollout_id: str
+    key: str | None
+    phase: str
+    status: str
+    is_held: int
+    size_bytes: int
+    tools: int
+    number: int
 
 
 class SqliteStore(Store):
@@ -66,27 +85,34 @@ class SqliteStore(Store):
         *,
         clock: Clock = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        wait_seconds: float = WAIT_SECONDS,
+        probe_seconds: float = PROBE_SECONDS,
     ) -> None:
         self.path = Path(path)
         self._result_cache_bytes = result_cache_bytes
-        self._writer = Writer(self.path)
+        self._writer = Writer(self.path, wait_seconds=wait_seconds, probe_seconds=probe_seconds)
         self._wall_minus_clock = wall_clock() - clock()
         self._clock = clock
         self._open = OpenRecords()
-        self._numbers: dict[str, int] = {}  # of open records
+        self._places: dict[str, _Place] = {}  # of open records
         self._next_number = 1
-        self._tools: dict[bytes, int] = {}
-        self._stored_tools: set[int] = set()
+        self._tools = ToolLists()
         self._creating: dict[str, asyncio.Future[None]] = {}
         self._changing: set[str] = set()
-        self._seen: set[int] = set()
+        self._ids: set[int] = set()
+        self._keys: set[int] = set()  # only keys that are not the id itself
         self._trimming = False
 
     # ------------------------------------------------------------ life
 
     async def open(self) -> None:
-        await self._writer.start()
-        await self._writer.read(self._load)
+        try:
+            await self._writer.start()
+            await self._writer.read(self._load)
+        except BaseException:
+            await self._writer.stop()
+            raise
+        self._trim_if_full()
 
     async def close(self) -> None:
         await self._writer.stop()
@@ -97,11 +123,11 @@ class SqliteStore(Store):
 
     @property
     def size_bytes(self) -> int:
-        total = 0
-        for suffix in ("", "-wal"):
-            part = self.path.with_name(self.path.name + suffix)
-            total += part.stat().st_size if part.exists() else 0
-        return total
+        return self._writer.size_bytes
+
+    @property
+    def commits(self) -> int:
+        return self._writer.commits
 
     def _load(self, connection: sqlite3.Connection) -> None:
         """In the thread, before anything else runs: counts, names, and the open records."""
@@ -109,119 +135,139 @@ class SqliteStore(Store):
         for phase, status, count in connection.execute("SELECT phase, status, count(*) FROM records GROUP BY 1, 2"):
             tally.by_phase[Phase(phase)] += count
             tally.by_status[RolloutStatus(status)] += count
-        sizes = "SELECT sum(length(s.body)) FROM results s JOIN records r USING (number) WHERE r.phase "
-        tally.held_bytes = connection.execute(sizes + "= 'delivered' AND r.result_held").fetchone()[0] or 0
-        tally.owed_bytes = connection.execute(sizes + "<> 'delivered'").fetchone()[0] or 0
+        sizes = "SELECT coalesce(sum(length(s.body)), 0) FROM results s JOIN records r USING (number) WHERE r.phase "
+        tally.held_bytes = connection.execute(sizes + "= 'delivered' AND r.result_held").fetchone()[0]
+        tally.owed_bytes = connection.execute(sizes + "<> 'delivered'").fetchone()[0]
         for rollout_id, key in connection.execute("SELECT id, key FROM records"):
             self._see(rollout_id, key)
         connection.execute(_DROP_UNUSED_TOOLS)
-        self._tools = {body: number for number, body in connection.execute("SELECT number, body FROM tools")}
-        self._stored_tools = set(self._tools.values())
-        self._next_number = (connection.execute("SELECT max(number) FROM records").fetchone()[0] or 0) + 1
+        uses = "SELECT t.number, t.body, count(*) FROM tools t JOIN records r ON r.tools = t.number GROUP BY t.number"
+        self._tools.load(connection.execute(uses))
+        self._next_number = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM records").fetchone()[0]
         now = self._clock()
-        for row in connection.execute(_SELECT + " WHERE r.expires_at IS NULL ORDER BY r.number"):
+        for row in connection.execute(f"{SELECT} WHERE r.expires_at IS NULL ORDER BY r.number"):
             record = self._record(row)
-            self._numbers[record.rollout_id] = row[0]
+            self._places[record.rollout_id] = _Place(row[_NUMBER], row[_TOOLS])
             self._open.add(record, counted=True)
             if record.phase is Phase.DELIVERING:
                 self._open.postpone(record, now)
 
     def _see(self, rollout_id: str, key: str | None) -> None:
-        """Note that the names are taken: eight bytes each answer "surely new" without asking the disk."""
-        self._seen.add(hash(rollout_id))
+        """Note that the names are taken: a few bytes each answer "surely new" without asking the disk."""
+        self._ids.add(hash(rollout_id))
         if key is not None and key != rollout_id:
-            self._seen.add(hash(key))
+            self._keys.add(hash(key))
 
-    def _number_of(self, tools: bytes) -> int:
-        """Under which number the tool list is kept: most rollouts of an agent share one."""
-        number = self._tools.get(tools)
-        if number is None:
-            number = self._tools[tools] = max(self._stored_tools.union(self._tools.values()), default=0) + 1
-        return number
+    def _has_seen(self, rollout_id: str, key: str | None) -> bool:
+        if hash(rollout_id) in self._ids:
+            return True
+        return key is not None and (hash(key) in self._keys or hash(key) in self._ids)
 
-    def _record(self, row: Any) -> Record:
-        *columns, tools, result, checkpoint = row
-        return record_of(columns, tools, result, checkpoint, lambda at: at - self._wall_minus_clock)
+    def _record(self, row: Row) -> Record:
+        return record_of(row, lambda at: at - self._wall_minus_clock)
 
-    def _row(self, record: Record, number: int) -> Any:
-        return row_of(record, number, self._number_of(record.tools), lambda at: at + self._wall_minus_clock)
+    def _row(self, record: Record, place: _Place) -> Row:
+        return row_of(record, place.number, place.tools, lambda at: at + self._wall_minus_clock)
 
-    # ------------------------------------------------------------ verbs
+    # ------------------------------------------------------------ create, get
 
     async def create(self, record: Record) -> Record:
-        while (other := self._creating.get(record.rollout_id) or self._creating.get(record.key)) is not None:
-            await asyncio.shield(other)
+        names = {record.rollout_id, record.key}
+        while others := [self._creating[name] for name in names if name in self._creating]:
+            await asyncio.wait(others)
         gate = asyncio.get_running_loop().create_future()
-        self._creating[record.rollout_id] = self._creating[record.key] = gate
+        self._creating.update(dict.fromkeys(names, gate))
+        written: asyncio.Future[None] | None = None
         try:
             known = await self.get(record.rollout_id, record.key)
             if known is not None:
                 return known
-            number, self._next_number = self._next_number, self._next_number + 1
-            tools: tuple[tuple[int, bytes], ...] = ()
-            tools_number = self._number_of(record.tools)
-            if tools_number not in self._stored_tools:
-                tools = ((tools_number, record.tools),)
-
-            def committed() -> None:
-                self._stored_tools.add(tools_number)
-                self._see(record.rollout_id, record.key)
-                self._numbers[record.rollout_id] = number
-                self._open.add(record)
-
-            await self._writer.write(Write(records=(self._row(record, number),), tools=tools), committed)
+            written = self._insert(record)
+            written.add_done_callback(lambda _: self._open_gate(names, gate))  # whoever waits or has gone away
+            await asyncio.shield(written)
             return record
         finally:
-            del self._creating[record.rollout_id]
-            self._creating.pop(record.key, None)
-            gate.set_result(None)
+            if written is None:
+                self._open_gate(names, gate)
+
+    def _open_gate(self, names: set[str], gate: asyncio.Future[None]) -> None:
+        for name in names:
+            del self._creating[name]
+        gate.set_result(None)
+
+    def _insert(self, record: Record) -> asyncio.Future[None]:
+        place = _Place(self._next_number, self._tools.take(record.tools))
+        self._next_number += 1
+
+        def committed(_: None) -> None:
+            self._tools.note_stored(place.tools)
+            self._see(record.rollout_id, record.key)
+            self._places[record.rollout_id] = place
+            self._open.add(record)
+
+        tools = () if self._tools.is_stored(place.tools) else ((place.tools, record.tools),)
+        written = self._writer.post(Write(records=(self._row(record, place),), tools=tools), committed)
+        written.add_done_callback(lambda done: self._let_go_of_tools([] if done.exception() is None else [place.tools]))
+        return written
+
+    def _let_go_of_tools(self, numbers: list[int]) -> None:
+        unused = tuple(number for number in numbers if self._tools.release(number))
+        if unused:
+            self._writer.post(Write(tools_gone=unused))
 
     async def get(self, rollout_id: str, key: str | None = None) -> Record | None:
-        record = self._open.find(rollout_id, key)
-        if record is not None:
+        record = self._open.get(rollout_id)
+        if record is not None or not self._has_seen(rollout_id, key):
             return record
-        if hash(rollout_id) not in self._seen and (key is None or hash(key) not in self._seen):
-            return None
+        if hash(rollout_id) not in self._ids:
+            record = self._open.find(rollout_id, key)
+            if record is not None:
+                return record
         return await self._writer.read(lambda connection: self._select(connection, rollout_id, key))
 
     def _select(self, connection: sqlite3.Connection, rollout_id: str, key: str | None) -> Record | None:
-        found = connection.execute(_SELECT + " WHERE r.id = ?", (rollout_id,)).fetchone()
+        found = connection.execute(f"{SELECT} WHERE r.id = ?", (rollout_id,)).fetchone()
         if found is None and key is not None:
-            sql = _SELECT + " WHERE r.key = ? OR (r.id = ? AND r.key IS NULL)"
+            sql = f"{SELECT} WHERE r.key = ? OR (r.id = ? AND r.key IS NULL)"
             found = connection.execute(sql, (key, key)).fetchone()
         return None if found is None else self._record(found)
+
+    # ------------------------------------------------------------ move, claim, settle
 
     async def move(self, rollout_id: str, move: Move) -> Record | None:
         record = self._open.get(rollout_id)
         if record is None or not record.is_live or rollout_id in self._changing:
             return None
+        place = self._places[rollout_id]
         if isinstance(move, Started):
             if record.phase is not Phase.QUEUED:
                 return None
             self._open.start(record, move)  # in memory only: after a crash, queued and running are treated alike
-            return record
-        number = self._numbers[rollout_id]
-        if isinstance(move, Checkpointed):
-            await self._writer.write(Write(checkpoints=((number, move.messages),)))
-            record.checkpoint = move.messages
-            return record
-        if isinstance(move, Restarted):
+        elif isinstance(move, Checkpointed):
+            checkpoint = Write(checkpoints=((place.number, move.messages),))
+            await self._writer.write(checkpoint, lambda _: setattr(record, "checkpoint", move.messages))
+        elif isinstance(move, Restarted):
             restarted = msgspec.structs.replace(record, run=move.run, phase=Phase.QUEUED, started_at=None)
-            row = self._row(restarted, number)
-            await self._writer.write(Write(records=(row,)), lambda: self._open.restart(record, move))
-            return record
-        return await self._finish(record, number, move)
+            await self._change(
+                record, Write(records=(self._row(restarted, place),)), lambda _: self._open.restart(record, move)
+            )
+        else:
+            await self._finish(record, place, move)
+        return record
 
-    async def _finish(self, record: Record, number: int, move: Finished) -> Record:
+    async def _finish(self, record: Record, place: _Place, move: Finished) -> None:
         ended = msgspec.structs.replace(record)
         apply_finish(ended, move)
-        write = Write(records=(self._row(ended, number),), results=((number, move.result),), checkpoints_gone=(number,))
+        number = place.number
+        write = Write(records=(self._row(ended, place),), results=((number, move.result),), checkpoints_gone=(number,))
+        await self._change(record, write, lambda _: self._open.finish(record, move))
+
+    async def _change(self, record: Record, write: Write, then: Then) -> None:
+        """Write a transition. Until that is done, also if the caller goes away, the record takes no other one."""
         self._changing.add(record.rollout_id)
-        try:
-            await self._writer.write(write, lambda: self._open.finish(record, move))
-        finally:
-            self._changing.discard(record.rollout_id)
-        return record
+        written = self._writer.post(write, then)
+        written.add_done_callback(lambda _: self._changing.discard(record.rollout_id))
+        await asyncio.shield(written)
 
     async def claim(self, now: float, limit: int) -> Due:
         return self._open.claim(now, limit)
@@ -230,89 +276,109 @@ class SqliteStore(Store):
         record = self._open.get(rollout_id)
         if record is None or record.phase is not Phase.DELIVERING or rollout_id in self._changing:
             return None
-        number = self._numbers[rollout_id]
+        place = self._places[rollout_id]
         if isinstance(settlement, Postponed):
             record.attempts, record.last_error = settlement.attempts, settlement.error
             self._open.postpone(record, settlement.due)
-            self._writer.post(Write(records=(self._row(record, number),)))  # good to know, not owed to anybody
+            self._writer.post(Write(records=(self._row(record, place),)))  # good to know, not owed to anybody
             return record
         phase = Phase.DELIVERED if isinstance(settlement, Delivered) else Phase.UNDELIVERED
         settled = msgspec.structs.replace(record)
         apply_settlement(settled, settlement, phase)
 
-        def committed() -> None:
+        def committed(_: None) -> None:
             self._open.settle(record, settlement, phase)
-            del self._numbers[rollout_id]
+            del self._places[rollout_id]
             if phase is Phase.DELIVERED:
                 self._hold(len(record.result or b""))
 
-        self._changing.add(rollout_id)
-        try:
-            await self._writer.write(Write(records=(self._row(settled, number),)), committed)
-        finally:
-            self._changing.discard(rollout_id)
+        await self._change(record, Write(records=(self._row(settled, place),)), committed)
         return record
+
+    # ------------------------------------------------------------ the result cache
 
     def _hold(self, size: int) -> None:
         tally = self._open.tally
         tally.owed_bytes -= size
         tally.held_bytes += size
-        if tally.held_bytes > self._result_cache_bytes and not self._trimming:
+        self._trim_if_full()
+
+    def _trim_if_full(self) -> None:
+        if self._open.tally.held_bytes > self._result_cache_bytes and not self._trimming:
             self._trimming = True
-            task = asyncio.ensure_future(self._writer.read(self._trim))
-            task.add_done_callback(self._trimmed)
+            self._writer.run(self._trim, self._note_trimmed).add_done_callback(self._trimmed)
 
     def _trim(self, connection: sqlite3.Connection) -> int:
         """Drop the messages of the oldest delivered results; the bytes that this frees."""
-        freed = 0
+        too_much = self._open.tally.held_bytes - self._result_cache_bytes
         oldest = connection.execute(
-            "SELECT number, body FROM results JOIN records USING (number) WHERE phase = 'delivered' AND result_held "
-            "ORDER BY expires_at LIMIT ?",
+            "SELECT number, body FROM records JOIN results USING (number) WHERE phase = 'delivered' AND result_held "
+            "ORDER BY expires_at, number LIMIT ?",
             (_TRIM,),
         ).fetchall()
+        freed = 0
         for number, body in oldest:
-            if self._open.tally.held_bytes - freed <= self._result_cache_bytes:
+            if freed >= too_much:
                 break
             connection.execute("UPDATE results SET body = ? WHERE number = ?", (without_messages(body), number))
             connection.execute("UPDATE records SET result_held = 0 WHERE number = ?", (number,))
             freed += len(body)
         return freed
 
-    def _trimmed(self, task: asyncio.Future[int]) -> None:
+    def _note_trimmed(self, freed: int) -> None:
+        self._open.tally.held_bytes -= freed
+
+    def _trimmed(self, done: asyncio.Future[int]) -> None:
         self._trimming = False
-        if not task.cancelled() and task.exception() is None:
-            self._open.tally.held_bytes -= task.result()
+        if done.exception() is None and done.result():
+            self._trim_if_full()
+
+    # ------------------------------------------------------------ scan, expire, tally
 
     def scan(self, prefix: str = "", *, live: bool = False) -> Iterator[Record]:
         return with_prefix(self._open.live() if live else self._open.all(), prefix)
 
     async def expire(self, now: float, limit: int) -> int:
-        gone = await self._writer.read(lambda connection: self._delete_expired(connection, now, limit))
-        tally = self._open.tally
-        for rollout_id, key, phase, status, held, size in gone:
-            self._seen.discard(hash(rollout_id))
-            if key is not None:
-                self._seen.discard(hash(key))
-            tally.by_phase[Phase(phase)] -= 1
-            tally.by_status[RolloutStatus(status)] -= 1
-            if phase == Phase.UNDELIVERED:
-                tally.owed_bytes -= size
-            elif held:
-                tally.held_bytes -= size
+        expired = now + self._wall_minus_clock
+        gone = await self._writer.read(lambda connection: _delete_expired(connection, expired, limit), self._forget)
         return len(gone)
 
-    def _delete_expired(self, connection: sqlite3.Connection, now: float, limit: int) -> list[Any]:
-        gone = connection.execute(
-            "SELECT id, key, phase, status, result_held, coalesce(length(body), 0), number FROM records "
-            "LEFT JOIN results USING (number) WHERE expires_at <= ? ORDER BY expires_at LIMIT ?",
-            (now + self._wall_minus_clock, limit),
-        ).fetchall()
-        numbers = [(row[6],) for row in gone]
-        if numbers:
-            connection.executemany("DELETE FROM results WHERE number = ?", numbers)
-            connection.executemany("DELETE FROM records WHERE number = ?", numbers)
-            connection.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
-        return [row[:6] for row in gone]
+    def _forget(self, gone: list[_Forgotten]) -> None:
+        tally = self._open.tally
+        for record in gone:
+            self._ids.discard(hash(record.rollout_id))
+            if record.key is not None:
+                self._keys.discard(hash(record.key))
+            tally.by_phase[Phase(record.phase)] -= 1
+            tally.by_status[RolloutStatus(record.status)] -= 1
+            if record.phase == Phase.UNDELIVERED:
+                tally.owed_bytes -= record.size_bytes
+            elif record.is_held:
+                tally.held_bytes -= record.size_bytes
+        self._let_go_of_tools([record.tools for record in gone])
 
     def tally(self) -> Tally:
         return self._open.tally
+
+
+def _delete_expired(connection: sqlite3.Connection, expired: float, limit: int) -> list[_Forgotten]:
+    """Delete records that have expired, earliest first, and give free pages back."""
+    rows = connection.execute(
+        "SELECT id, key, phase, status, result_held, coalesce(length(body), 0), tools, number FROM records "
+        "LEFT JOIN results USING (number) WHERE expires_at <= ? ORDER BY expires_at, number LIMIT ?",
+        (expired, limit),
+    ).fetchall()
+    gone = [_Forgotten(*row) for row in rows]
+    numbers = [(record.number,) for record in gone]
+    connection.executemany("DELETE FROM results WHERE number = ?", numbers)
+    connection.executemany("DELETE FROM records WHERE number = ?", numbers)
+    _give_pages_back(connection)
+    return gone
+
+
+def _give_pages_back(connection: sqlite3.Connection) -> None:
+    """Shrink the file by what is free, but for a reserve that constant load would fill again at once."""
+    free = connection.execute("PRAGMA freelist_count").fetchone()[0]
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    for _ in range(min(free - max(_SPARE_PAGES, pages // _SPARE_SHARE), _VACUUM_PAGES)):
+        connection.execute("PRAGMA incremental_vacuum(1)")  # one by one: the module stops after the first step

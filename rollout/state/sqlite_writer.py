@@ -11,31 +11,33 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from rollout.errors import StoreError
-from rollout.state.sqlite_schema import COLUMNS, VERSION, Row, insert_bodies_sql, prepare, upsert_sql
+from rollout.state.sqlite_file import WAIT_SECONDS, open_file, reopen_file, size_of
+from rollout.state.sqlite_schema import Row, delete_sql, insert_bodies_sql, touch, upsert_sql
+
+PROBE_SECONDS = 1.0
+"""How long a disk that has failed is left alone before it is tried again."""
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
+Then = Callable[[Any], None]
+"""Called on the loop with what came back, right after the commit, even if nobody waits any more."""
 
 _BATCH = 512
+_BATCH_BYTES = 32 * 1024 * 1024
 _ROWS_AT_ONCE = (64, 8, 1)  # so few different statements that all stay prepared
-_BUSY_SECONDS = 3.0
-_PROBE_SECONDS = 1.0
-_CACHE_KIB = 8192
-_WAL_LIMIT_BYTES = 64 * 1024 * 1024
 
 
 class Write(Struct):
@@ -43,70 +45,89 @@ class Write(Struct):
 
     records: tuple[Row, ...] = ()
     tools: tuple[tuple[int, bytes], ...] = ()
+    tools_gone: tuple[int, ...] = ()
     results: tuple[tuple[int, bytes], ...] = ()
     checkpoints: tuple[tuple[int, bytes], ...] = ()
     checkpoints_gone: tuple[int, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the bodies."""
+        return sum(len(body) for _, body in itertools.chain(self.results, self.checkpoints))
 
 
 class _Item(Struct):
     """One thing in the queue: a write, or a job that gets the connection."""
 
-    done: asyncio.Future[Any] | None
+    done: asyncio.Future[Any]
     write: Write | None = None
     job: Job | None = None
-    on_commit: Callable[[], None] | None = None
+    then: Then | None = None
 
 
 class Writer:
-    """Owner of the thread. `failure` says why the last transaction did not commit; while there is one, the thread tries
-    by itself every second, so that it goes away when the disk is well again.
+    """Owner of the thread. `failure` says why the disk cannot be written at the moment; while there is one, the thread
+    tries by itself every `probe_seconds`, so that it goes away when the disk is well again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, wait_seconds: float = WAIT_SECONDS, probe_seconds: float = PROBE_SECONDS) -> None:
         self._path = path
+        self._wait_seconds = wait_seconds
+        self._probe_seconds = probe_seconds
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rollout-sqlite", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
         self._connection: sqlite3.Connection | None = None
+        self._was_open = False
+        self._probe_at = 0.0
         self.failure: str | None = None
         self.commits = 0
+        """Transactions that have reached the disk, or would have if they had something to write."""
+        self.size_bytes = 0
+        """Of the file and its log after the last transaction."""
 
     async def start(self) -> None:
-        """Open the file in the thread. Raises `StoreError` with what stands in the way."""
+        """Open the file in the thread. `StoreError` says what stands in the way; `stop()` is due then, too."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await self.read(lambda connection: None)
 
     async def stop(self) -> None:
-        """Write what is waiting, close the file, end the thread."""
+        """Write what is waiting, close the file, end the thread. What comes later is refused."""
+        self._stopped = True
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    async def write(self, write: Write, on_commit: Callable[[], None] | None = None) -> None:
-        """Return when the write is on the disk. `on_commit` runs on the loop then, even if the caller has gone.
+    async def write(self, write: Write, then: Then | None = None) -> None:
+        """Return when the write is on the disk. `StoreError`: nothing of it is there."""
+        await asyncio.shield(self.post(write, then))
 
-        `StoreError`: nothing of it is there.
-        """
-        await asyncio.shield(self.post(write, on_commit))
-
-    def post(self, write: Write, on_commit: Callable[[], None] | None = None) -> asyncio.Future[Any]:
-        """As `write()`, without waiting; a failure that nobody looks at is not reported."""
-        done = self._future()
-        self._queue.put(_Item(done, write=write, on_commit=on_commit))
-        return done
-
-    async def read(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        """What the job returns, run in the thread with the connection, inside the transaction of its batch."""
-        done = self._future()
-        self._queue.put(_Item(done, job=job))
-        result: T = await asyncio.shield(done)
+    async def read(self, job: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
+        """What the job returns, run in the thread with the connection, inside a transaction."""
+        result: T = await asyncio.shield(self.run(job, then))
         return result
+
+    def post(self, write: Write, then: Then | None = None) -> asyncio.Future[None]:
+        """As `write()`, without waiting; a failure that nobody looks at is not reported."""
+        return self._put(_Item(self._future(), write=write, then=then))
+
+    def run(self, job: Job, then: Then | None = None) -> asyncio.Future[Any]:
+        """As `read()`, without waiting; a failure that nobody looks at is not reported."""
+        return self._put(_Item(self._future(), job=job, then=then))
 
     def _future(self) -> asyncio.Future[Any]:
         assert self._loop is not None, "start() comes first"
         done = self._loop.create_future()
-        done.add_done_callback(_retrieve)
+        done.add_done_callback(_look_at)
         return done
+
+    def _put(self, item: _Item) -> asyncio.Future[Any]:
+        if self._stopped:
+            item.done.set_exception(StoreError("the store is closed"))
+        else:
+            self._queue.put(item)
+        return item.done
 
     # ------------------------------------------------------------ the thread
 
@@ -114,19 +135,25 @@ class Writer:
         running = True
         while running:
             batch, running = self._next_batch()
-            if batch or self.failure is not None:
+            if batch:
                 self._commit(batch)
+            if self.failure is not None and running and time.monotonic() >= self._probe_at:
+                self._note(self._transact(touch), wrote=True)
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
 
     def _next_batch(self) -> tuple[list[_Item], bool]:
+        """All that waits, up to a bound; whether more may come."""
         batch: list[_Item] = []
+        size = 0
         try:
-            item = self._queue.get(timeout=_PROBE_SECONDS if self.failure is not None else None)
+            seconds = None if self.failure is None else max(0.0, self._probe_at - time.monotonic())
+            item = self._queue.get(timeout=seconds)
             while item is not None:
                 batch.append(item)
-                if len(batch) >= _BATCH:
+                size += 0 if item.write is None else item.write.size_bytes
+                if len(batch) >= _BATCH or size >= _BATCH_BYTES:
                     return batch, True
                 item = self._queue.get_nowait()
         except queue.Empty:
@@ -134,40 +161,47 @@ class Writer:
         return batch, False
 
     def _commit(self, batch: list[_Item]) -> None:
-        """One transaction for the batch; if it fails as a whole, each of its items fails."""
-        results: list[Any] = [None] * len(batch)
-        failure: StoreError | None = None
+        """One transaction for the batch. If it fails, nothing of it has happened, and only who is at fault fails."""
+        results: list[Any] = []
+        failure = self._transact(lambda connection: results.extend(_carry_out(batch, connection)))
+        if failure is None or len(batch) == 1:
+            self._note(failure, wrote=any(item.write is not None for item in batch))
+            self._resolve(batch, results, failure)
+        elif not _is_of_the_disk(failure):
+            for item in batch:
+                self._commit([item])
+        else:
+            self._note(failure, wrote=True)
+            writes, jobs = _parted(batch)
+            self._resolve(writes, [], failure)
+            if jobs and writes:
+                self._commit(jobs)  # reading may go on
+            else:
+                self._resolve(jobs, [], failure)
+
+    def _transact(self, work: Job) -> Exception | None:
+        """Do the work in a transaction; what stood in the way."""
         try:
             connection = self._open()
             connection.execute("BEGIN IMMEDIATE")
             try:
-                self._write_all(connection, [item.write for item in batch if item.write is not None])
-                for index, item in enumerate(batch):
-                    if item.job is not None:
-                        results[index] = _outcome(item.job, connection)
-                if not batch:
-                    connection.execute(f"PRAGMA user_version = {VERSION}")  # writes, and changes nothing
+                work(connection)
                 connection.execute("COMMIT")
             except BaseException:
                 self._roll_back(connection)
                 raise
-        except (sqlite3.Error, OSError) as exc:
-            failure = StoreError(f"{type(exc).__name__}: {exc}")
-        except StoreError as exc:
-            failure = exc
-        self._note(failure, bool(batch))
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(_resolve, batch, results, failure)
+        except Exception as exc:
+            return exc
+        self.commits += 1
+        self.size_bytes = size_of(self._path)
+        return None
 
-    def _note(self, failure: StoreError | None, had_work: bool) -> None:
-        before, self.failure = self.failure, None if failure is None else str(failure)
-        if failure is None:
-            self.commits += 1
-            if before is not None:
-                logger.info("the store works again: %s", self._path)
-        elif before is None or had_work:
-            logger.error("the store cannot write %s: %s", self._path, failure)
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            opens = reopen_file if self._was_open else open_file
+            self._connection = opens(self._path, wait_seconds=self._wait_seconds)
+            self._was_open = True
+        return self._connection
 
     def _roll_back(self, connection: sqlite3.Connection) -> None:
         try:
@@ -176,134 +210,100 @@ class Writer:
         except sqlite3.Error:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
-            self._connection = None  # the next batch opens the file anew
+            self._connection = None  # the next transaction opens the file anew
 
-    def _write_all(self, connection: sqlite3.Connection, writes: list[Write]) -> None:
-        _insert(connection, itertools.chain.from_iterable(w.tools for w in writes), "tools")
-        _upsert(connection, list(itertools.chain.from_iterable(w.records for w in writes)))
-        _insert(connection, itertools.chain.from_iterable(w.results for w in writes), "results")
-        _insert(connection, itertools.chain.from_iterable(w.checkpoints for w in writes), "checkpoints")
-        gone = [(number,) for w in writes for number in w.checkpoints_gone]
-        if gone:
-            connection.executemany("DELETE FROM checkpoints WHERE number = ?", gone)
+    def _note(self, failure: Exception | None, *, wrote: bool) -> None:
+        """Keep `failure` true: reads that succeed say nothing of a disk that is full."""
+        if failure is not None and (_is_of_the_disk(failure) or _is_damage(failure)):
+            text = str(_for_the_caller(failure))
+            if text != self.failure:
+                logger.error("the store cannot write %s: %s", self._path, text)
+            self.failure, self._probe_at = text, time.monotonic() + self._probe_seconds
+        elif failure is not None:
+            logger.error("the store could not do one thing that was asked of it", exc_info=failure)
+        elif wrote and self.failure is not None:
+            self.failure = None
+            logger.warning("the store can write %s again", self._path)
 
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is None:
-            self._connection = open_file(self._path)
-        return self._connection
+    def _resolve(self, batch: list[_Item], results: list[Any], failure: Exception | None) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(_give, batch, results, failure)
 
 
-def _retrieve(done: asyncio.Future[Any]) -> None:
+def _look_at(done: asyncio.Future[Any]) -> None:
     if not done.cancelled():
         done.exception()
 
 
-def _outcome(job: Job, connection: sqlite3.Connection) -> Any:
-    """What a job returns. Its own errors are its caller's, those of the disk are everybody's."""
-    try:
-        return job(connection)
-    except (sqlite3.Error, OSError):
-        raise
-    except Exception as exc:
-        return _Raised(exc)
+def _is_of_the_disk(failure: Exception) -> bool:
+    """Whether it says something of the disk or the file, as opposed to one write or job."""
+    return isinstance(failure, (OSError, StoreError, sqlite3.OperationalError))
 
 
-class _Raised(Struct):
-    exception: Exception
+def _is_damage(failure: Exception) -> bool:
+    return type(failure) is sqlite3.DatabaseError  # its subclasses mean other things
 
 
-def _resolve(batch: list[_Item], results: list[Any], failure: StoreError | None) -> None:
+def _for_the_caller(failure: Exception) -> StoreError:
+    return StoreError(str(failure) if isinstance(failure, StoreError) else f"{type(failure).__name__}: {failure}")
+
+
+def _parted(batch: list[_Item]) -> tuple[list[_Item], list[_Item]]:
+    """The writes, and the jobs."""
+    return [item for item in batch if item.write is not None], [item for item in batch if item.write is None]
+
+
+def _give(batch: list[_Item], results: list[Any], failure: Exception | None) -> None:
     """On the loop: give every item of a batch its end."""
+    if failure is not None:
+        for item in batch:
+            item.done.set_exception(_for_the_caller(failure))
+        return
     for item, result in zip(batch, results, strict=True):
-        if failure is None and item.on_commit is not None:
-            item.on_commit()
-        if item.done is None or item.done.done():
-            continue
-        if failure is not None:
-            item.done.set_exception(StoreError(*failure.args))
-        elif isinstance(result, _Raised):
-            item.done.set_exception(result.exception)
-        else:
-            item.done.set_result(result)
+        if item.then is not None:
+            item.then(result)
+        item.done.set_result(result)
 
 
-def _chunks(count: int) -> Iterable[int]:
-    """The count as a sum of few different sizes."""
+# ---------------------------------------------------------------- writing, in the thread
+
+
+def _carry_out(batch: list[_Item], connection: sqlite3.Connection) -> list[Any]:
+    """Write all that is to be written, then run the jobs; what the items come to."""
+    writes = [item.write for item in batch if item.write is not None]
+    if writes:
+        _write(writes, connection)
+    return [None if item.job is None else item.job(connection) for item in batch]
+
+
+def _write(writes: list[Write], connection: sqlite3.Connection) -> None:
+    _insert(connection, (row for write in writes for row in write.tools), "tools")
+    _upsert(connection, [row for write in writes for row in write.records])
+    _insert(connection, (row for write in writes for row in write.results), "results")
+    _insert(connection, (row for write in writes for row in write.checkpoints), "checkpoints")
+    _delete(connection, (number for write in writes for number in write.checkpoints_gone), "checkpoints")
+    _delete(connection, (number for write in writes for number in write.tools_gone), "tools")
+
+
+def _chunks(rows: list[T]) -> Iterator[list[T]]:
+    """The rows in few different sizes."""
+    start = 0
     for size in _ROWS_AT_ONCE:
-        while count >= size:
-            yield size
-            count -= size
+        while len(rows) - start >= size:
+            yield rows[start : start + size]
+            start += size
 
 
 def _upsert(connection: sqlite3.Connection, rows: list[Row]) -> None:
-    start = 0
-    for size in _chunks(len(rows)):
-        values = list(itertools.chain.from_iterable(rows[start : start + size]))
-        connection.execute(upsert_sql(size), values)
-        start += size
+    for chunk in _chunks(rows):
+        connection.execute(upsert_sql(len(chunk)), list(itertools.chain.from_iterable(chunk)))
 
 
 def _insert(connection: sqlite3.Connection, bodies: Iterable[tuple[int, bytes]], table: str) -> None:
-    rows, start = list(bodies), 0
-    for size in _chunks(len(rows)):
-        values = list(itertools.chain.from_iterable(rows[start : start + size]))
-        connection.execute(insert_bodies_sql(table, size), values)
-        start += size
+    for chunk in _chunks(list(bodies)):
+        connection.execute(insert_bodies_sql(table, len(chunk)), list(itertools.chain.from_iterable(chunk)))
 
 
-def open_file(path: Path) -> sqlite3.Connection:
-    """A connection that owns the file alone. `StoreError` if it is in use, newer than this program, or not ours.
-
-    A damaged file is set aside under a name that says so, and a new one is begun: never silently.
-    """
-    try:
-        return _connect(path)
-    except sqlite3.DatabaseError as exc:
-        if isinstance(exc, sqlite3.OperationalError):
-            if "locked" in str(exc):
-                raise StoreError(f"{path} is in use by another process: one file, one service") from None
-            raise StoreError(f"{path} cannot be opened: {exc}") from None
-        aside = _set_aside(path)
-        logger.error("%s is damaged (%s): it is now %s, and a NEW, EMPTY state file is begun", path, exc, aside)
-    return _connect(path)
-
-
-def _set_aside(path: Path) -> Path:
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    aside = path.with_name(f"{path.name}.damaged-{stamp}")
-    for suffix in ("", "-wal", "-journal"):
-        part = path.with_name(path.name + suffix)
-        if part.exists():
-            part.rename(aside.with_name(aside.name + suffix))
-    return aside
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    except OSError as exc:
-        raise StoreError(f"{path} cannot be opened: {exc.strerror}") from None
-    connection = sqlite3.connect(
-        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=32
-    )
-    try:
-        for pragma in (
-            "locking_mode = EXCLUSIVE",  # before WAL: no shared memory file, and nobody else gets in
-            "auto_vacuum = INCREMENTAL",
-            "journal_mode = WAL",
-            "synchronous = FULL",
-            f"cache_size = -{_CACHE_KIB}",
-            f"journal_size_limit = {_WAL_LIMIT_BYTES}",
-            "trusted_schema = OFF",
-        ):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if problem != "ok":
-            raise sqlite3.DatabaseError(problem)
-        prepare(connection)
-        if len(connection.execute("SELECT * FROM records LIMIT 0").description) != len(COLUMNS):
-            raise StoreError("the tables of the file are not as this version made them")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def _delete(connection: sqlite3.Connection, numbers: Iterable[int], table: str) -> None:
+    connection.executemany(delete_sql(table), ((number,) for number in numbers))

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from rollout.schemas import InitRequest, Phase, RolloutStatus
+from rollout.requests import InitRequest
+from rollout.schemas import Phase, RolloutStatus
 from rollout.tracing import TraceContext
 
 
@@ -45,7 +46,7 @@ class Record(Struct, kw_only=True, weakref=False):
     canonical: bytes | None = None
     """Digest of the messages as a JSON value, taken when the request is dropped."""
     callback: Callback | None = None
-    """From the end until the delivery is settled."""
+    """From the end until the result is delivered; kept for one that is given up, so that it can be sent after all."""
     result: bytes | None = None
     """JSON of the RolloutResponse; when `result_held` is false without its messages and extra fields."""
     result_held: bool = True
@@ -192,6 +193,11 @@ class Store(abc.ABC):
         """What it takes on the disk."""
         return 0
 
+    @property
+    def commits(self) -> int:
+        """How many transactions it has made durable."""
+        return 0
+
     @abc.abstractmethod
     async def open(self) -> None:
         """Make ready; called once, before any other verb."""
@@ -225,7 +231,8 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, prefix: str = "", *, live: bool = False) -> Iterator[Record]:
-        """Records whose id starts with `prefix`, in no order; with `live` only those that have not ended."""
+        """Records that are not settled and whose id starts with `prefix`, in no order; with `live` only those that have
+        not ended."""
 
     @abc.abstractmethod
     async def expire(self, now: float, limit: int) -> int:

@@ -11,7 +11,8 @@ import msgspec
 from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutAgentLoop
 from rollout.agent.runner import RolloutRun
-from rollout.schemas import DEFAULT_MAX_METADATA_SIZE_BYTES, RolloutResponse, parse_init
+from rollout.requests import receive
+from rollout.schemas import DEFAULT_MAX_METADATA_SIZE_BYTES, RolloutResponse
 from rollout.testing.builders import make_request
 from rollout.testing.fakes import ScriptedLLM
 from rollout.wire import encode_strict
@@ -36,7 +37,7 @@ async def run_agent(
     if messages is not None:
         request_fields["messages"] = list(messages)
     body = encode_strict(make_request(**request_fields))
-    request = parse_init(body, DEFAULT_MAX_METADATA_SIZE_BYTES).view()
+    request = receive(body, DEFAULT_MAX_METADATA_SIZE_BYTES).view
     tools = agent.get_tools(request)
     if inspect.isawaitable(tools):
         tools = await tools

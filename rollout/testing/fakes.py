@@ -44,7 +44,7 @@ class ScriptedLLM:
         self._answers = list(answers)
         self._repeat_last = repeat_last
 
-    async def chat_completions(self, messages: list[dict[str, Any]], **params: JSON) -> CompletionsResult:
+    async def chat_completions(self, messages: list[dict[str, Any]], /, **params: JSON) -> CompletionsResult:
         """The next answer of the script."""
         call = ScriptedCall(copy.deepcopy(messages), params)
         self.calls.append(call)
