@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -96,10 +96,13 @@ def run_state(options: argparse.Namespace) -> int:
         "export": _export,
         "redeliver": _redeliver,
     }
-    with contextlib.suppress(BrokenPipeError):  # `... | head`
-        return actions[options.action](options)
-    sys.stderr.close()  # else the interpreter complains about the pipe at its exit
-    return 0
+    try:
+        code = actions[options.action](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head` has seen enough; nor may the flush at the exit find the pipe closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _reader(options: argparse.Namespace) -> StateReader:

@@ -76,6 +76,8 @@ class Load:
         self._trainer_url = trainer_url
         self._numbers = itertools.count(1)
         self._stopping = False
+        self.ended = asyncio.Event()
+        """Every init that was begun has come to its end."""
         self._service: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def service_up(self, url: str) -> None:
@@ -95,6 +97,7 @@ class Load:
         ):
             for _ in range(callers):
                 group.create_task(self._call(session))
+        self.ended.set()
 
     def stop(self) -> None:
         """Begin no further init."""

@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import re
 import secrets
 import sys
 import tempfile
@@ -25,16 +26,19 @@ from aiohttp import ClientSession
 from crash_agent import turns_in
 from crash_load import Ledger, Load
 from crash_snapshot import Snapshot, missing_from, take_snapshot
-from crash_stage import FaultyTrainer, Life, dice
+from crash_stage import FaultyTrainer, Life, build_shim, dice
 
-from rollout.state.sqlite_writer import open_file
+from rollout.state.sqlite_file import open_file
 from rollout.testing import MockTrainer, RecordedRequest
 
 CALLERS = 12
+LOG = "service.log"
 _DATABASE = "state.db"
 _LONGEST_WAIT_SECONDS = 60.0
 _LONGEST_LIFE_SECONDS = 1.5
-_SNAPSHOT_SHARE = 0.3
+_SNAPSHOT_SHARE = 0.5
+_FSYNC_MS = (0, 5, 30)
+"""How slow the disk is in one life: what is written while an fsync goes on is what a kill can take."""
 _OPEN_PHASES = ("queued", "running", "delivering", "undelivered")
 
 
@@ -71,6 +75,10 @@ class Report:
     """COMPLETED with other turns than the request asked for."""
     answers_differing: int = 0
     """A repeated init was answered in another way than the first."""
+    answered_wrongly: int = 0
+    """Accepted though the request was bad, or refused for another reason than that or a full queue."""
+    errors_of_ours: int = 0
+    """Tracebacks in the service's log."""
     not_kept: int = 0
     """In the file at the end not as it was delivered."""
     missing_after_power_loss: int = 0
@@ -93,12 +101,14 @@ class Report:
 class CrashRun:
     """One run: lives and deaths of a service on one file, under one load, before one trainer."""
 
-    def __init__(self, folder: Path, seed: int, *, kills: int, resumes: bool) -> None:
+    def __init__(self, folder: Path, seed: int, *, kills: int, resumes: bool, shim: Path | None) -> None:
         self.report = Report(seed=seed, resumes=resumes)
         self._folder = folder
         self._database = folder / _DATABASE
+        self._log = folder / LOG
         self._seed = seed
         self._kills = kills
+        self._shim = shim
         self._settings = {"SERVER_RESUME_ROLLOUTS": resumes, "SERVER_CHECKPOINT_TURNS": resumes}
         self._start_seconds = 1.0
         self._ledger = Ledger()
@@ -106,33 +116,30 @@ class CrashRun:
     async def run(self) -> Report:
         """Kill and restart, heal the trainer, let everything end, and look."""
         began = time.monotonic()
-        async with MockTrainer() as trainer:
+        async with asyncio.timeout(_LONGEST_WAIT_SECONDS * (2 + self._kills / 10)), MockTrainer() as trainer:
             faulty = FaultyTrainer(trainer, self._seed)
             load = Load(self._seed, trainer.url, self._ledger)
             async with asyncio.TaskGroup() as group:
                 group.create_task(load.run(CALLERS))
                 for number in range(1, self._kills + 1):
                     await self._live_and_die(number, load, trainer)
-                faulty.heal()
-                life = await self._begin()
-                load.service_up(await life.wait_ready())
                 load.stop()
-            await self._wait_until_paid(life.url, trainer)
-            exit_code = await life.stop()
+                faulty.heal()
+                await self._live_to_the_end(load, trainer)
             self._judge(trainer)
-        self.report.count("not_kept", [f"the last service ended with {exit_code}"] if exit_code else [])
         self.report.seconds = time.monotonic() - began
         return self.report
 
     # ------------------------------------------------------------ lives
 
-    async def _begin(self) -> Life:
-        return await Life.begin(self._database, self._folder / "service.log", self._settings)
+    async def _begin(self, fsync_ms: int = 0) -> Life:
+        extra = {} if self._shim is None else {"LD_PRELOAD": str(self._shim), "FSYNC_MS": str(fsync_ms)}
+        return await Life.begin(self._database, self._log, self._settings, extra)
 
     async def _live_and_die(self, number: int, load: Load, trainer: MockTrainer) -> None:
         chance = dice(self._seed, "life", number)
         began = time.monotonic()
-        life = await self._begin()
+        life = await self._begin(chance.choice(_FSYNC_MS))
         snapshot = None
         try:
             if chance.random() < 0.15:
@@ -153,9 +160,20 @@ class CrashRun:
             missing = await missing_from(snapshot, _DATABASE, dice(self._seed, "power", number))
             self.report.count("missing_after_power_loss", missing)
 
+    async def _live_to_the_end(self, load: Load, trainer: MockTrainer) -> None:
+        life = await self._begin()
+        try:
+            load.service_up(await life.wait_ready())
+            await load.ended.wait()
+            await self._wait_until_paid(life.url, trainer)
+            exit_code = await life.stop()
+            self.report.count("not_kept", [f"the last service ended with {exit_code}"] if exit_code else [])
+        finally:
+            await life.kill()
+
     async def _wait_for_the_instant(self, chance: Any, trainer: MockTrainer) -> None:
         """Any instant, or the one right after a callback, an LLM call or an answer: where a crash may hurt."""
-        what = chance.choice(("time", "time", "callback", "chat", "answer"))
+        what = chance.choice(("time", "callback", "chat", "answer", "answer"))
         more = chance.randint(1, 12)
         try:
             async with asyncio.timeout(chance.uniform(0, _LONGEST_LIFE_SECONDS)):
@@ -201,6 +219,8 @@ class CrashRun:
         report.count("run_though_rejected", [i for i in ledger.rejected if i in callbacks or i in chats])
         report.count("run_after_end", [i for i, sent in callbacks.items() if _is_after(chats.get(i, ()), sent[0])])
         report.count("answers_differing", ledger.differing)
+        report.count("answered_wrongly", _answered_wrongly(ledger))
+        report.count("errors_of_ours", re.findall(r"(?m)^Traceback.*", self._log.read_text()))
         report.count("untruthful", [i for i, sent in callbacks.items() if self._is_untruthful(i, sent[0].json)])
         report.count("not_kept", self._differing_in_file(callbacks))
 
@@ -222,10 +242,11 @@ class CrashRun:
             rows = connection.execute("SELECT id, phase, body FROM records LEFT JOIN results USING (number)").fetchall()
         finally:
             connection.close()
+        known = {rollout_id for rollout_id, _, _ in rows}
         held = {rollout_id: body for rollout_id, phase, body in rows if phase == "delivered"}
         differing = [rollout_id for rollout_id, sent in callbacks.items() if held.get(rollout_id) != sent[0].body]
         differing += [f"{rollout_id} is {phase}" for rollout_id, phase, _ in rows if phase in _OPEN_PHASES]
-        return differing + [f"{i} is there though it was rejected" for i in self._ledger.rejected if i in held]
+        return differing + [f"{i} is there though it was rejected" for i in self._ledger.rejected if i in known]
 
 
 async def _open_rollouts(session: ClientSession) -> int:
@@ -238,6 +259,13 @@ async def _next_request(trainer: MockTrainer, seen: int) -> None:
     """Return when the trainer has got another request, or after a moment: the last thing to happen is not a request."""
     with contextlib.suppress(TimeoutError):
         await trainer.wait_until(lambda: len(trainer.requests) > seen, timeout=0.1)
+
+
+def _answered_wrongly(ledger: Ledger) -> list[str]:
+    answers = {**dict.fromkeys(ledger.accepted, 202), **ledger.rejected}
+    usual = {202, 503}
+    right = {"invalid": {422}, "refused": {422, 503}}
+    return [f"{i}: {status}" for i, status in answers.items() if status not in right.get(i.partition("-")[0], usual)]
 
 
 def _by_rollout(requests: Sequence[RecordedRequest]) -> dict[str, list[RecordedRequest]]:
@@ -268,9 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="rollout-crash-") as folder:
-        report = asyncio.run(CrashRun(Path(folder), seed, kills=options.kills, resumes=options.resume).run())
+        shim = build_shim(Path(folder))
+        run = CrashRun(Path(folder), seed, kills=options.kills, resumes=options.resume, shim=shim)
+        report = asyncio.run(run.run())
         if report.problems:
-            print((Path(folder) / "service.log").read_text()[-20_000:], file=sys.stderr)
+            print((Path(folder) / LOG).read_text()[-20_000:], file=sys.stderr)
     print(report.table())
     return 1 if report.problems else 0
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from crash_load import Ledger
 from crash_stage import Life
 
-from rollout.state.sqlite_writer import open_file
+from rollout.state.sqlite_file import open_file
 from rollout.testing import MockTrainer
 
 _HEADER_BYTES = 32

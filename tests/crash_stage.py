@@ -11,7 +11,9 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +40,7 @@ from rollout.testing import (
 )
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_SHIM_SOURCE = PACKAGE_ROOT / "benchmarks" / "fsync_shim.c"
 TESTS = Path(__file__).resolve().parent
 LAST_FAULTY_ATTEMPT = 5
 """From the next attempt on a callback is taken, so that no pause between attempts grows long."""
@@ -79,6 +82,16 @@ def dice(seed: int, *names: object) -> random.Random:
 
 def _drawn(chance: random.Random, faults: _Faults) -> Answer:
     return chance.choices([fault for fault, _ in faults], [weight for _, weight in faults])[0]
+
+
+def build_shim(folder: Path) -> Path | None:
+    """A library to preload that counts fsyncs and makes them slow; None where there is no compiler."""
+    if shutil.which("gcc") is None:
+        return None
+    library = folder / "fsync_shim.so"
+    command = ("gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_SHIM_SOURCE), "-ldl")
+    subprocess.run(command, check=True, timeout=60)
+    return library
 
 
 class FaultyTrainer:

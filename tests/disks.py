@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SUFFIXES = ("", "-wal")
+GENEROUS_SECONDS = 5
 
 
 def copy_state(path: Path, to: Path) -> Path:
@@ -22,12 +24,20 @@ def copy_state(path: Path, to: Path) -> Path:
 
 
 @contextlib.contextmanager
-def full_disk(path: Path) -> Iterator[None]:
-    """The log of the state file cannot grow any more: real errors of the operating system, without privileges."""
+def full_disk() -> Iterator[None]:
+    """No byte can be written to a file: real errors of the operating system, without privileges."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = path.with_name(path.name + "-wal").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once the condition holds; what it asks is changed by another thread, so there is no event to wait for."""
+    async with asyncio.timeout(GENEROUS_SECONDS):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)

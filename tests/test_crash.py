@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from crash_load import Ledger
 from crash_run import CrashRun
 from crash_snapshot import Acknowledged, Snapshot, copy_files, missing_from
-from crash_stage import Life
+from crash_stage import Life, build_shim
 from stores import make_finished, make_record
-from support import PACKAGE_ROOT
 
 from rollout.state.sqlite import SqliteStore
 from rollout.testing import MockTrainer, ReadResponse, hold, make_request, post_init
 
 SEED = int(os.environ.get("ROLLOUT_CRASH_SEED", "1"))
 KILLS = int(os.environ.get("ROLLOUT_CRASH_KILLS", "30"))
-SHIM = PACKAGE_ROOT / "benchmarks" / "fsync_shim.c"
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """A library to preload that makes fsyncs slow, and counts them."""
+    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 # ---------------------------------------------------------------- kill -9
@@ -33,9 +35,9 @@ SHIM = PACKAGE_ROOT / "benchmarks" / "fsync_shim.c"
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [False, True], ids=["interrupted", "resumed"])
 async def test_nothing_acknowledged_is_lost_or_contradicted_by_kills_under_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], resumes: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shim: Path | None, resumes: bool
 ) -> None:
-    report = await CrashRun(tmp_path, SEED, kills=KILLS, resumes=resumes).run()
+    report = await CrashRun(tmp_path, SEED, kills=KILLS, resumes=resumes, shim=shim).run()
 
     with capsys.disabled():
         print(f"\n{report.table()}")
@@ -48,18 +50,10 @@ async def test_nothing_acknowledged_is_lost_or_contradicted_by_kills_under_load(
 # ---------------------------------------------------------------- power loss
 
 
-@pytest.fixture
-def shim(tmp_path: Path) -> Path:
-    """A library to preload that counts fsyncs."""
-    if shutil.which("gcc") is None:
-        pytest.skip("the shim that counts fsyncs needs gcc")
-    library = tmp_path / "shim.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, SHIM, "-ldl"], check=True, timeout=60)
-    return library
-
-
 @pytest.mark.slow
-async def test_every_202_comes_after_an_fsync_of_its_own(tmp_path: Path, shim: Path) -> None:
+async def test_every_202_comes_after_an_fsync_of_its_own(tmp_path: Path, shim: Path | None) -> None:
+    if shim is None:
+        pytest.skip("counting fsyncs needs gcc")
     log = tmp_path / "fsyncs"
     extra = {"LD_PRELOAD": str(shim), "FSYNC_LOG": str(log)}
     async with MockTrainer() as trainer:

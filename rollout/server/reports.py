@@ -94,6 +94,7 @@ class Reports:
                 "kind": store.name,
                 "size_bytes": store.size_bytes,
                 "failure": store.failure,
+                "commits": store.commits,
                 "owed_bytes": tally.owed_bytes,
                 "held_bytes": tally.held_bytes,
             },
@@ -108,3 +109,6 @@ class Reports:
         metrics.records.set_function(
             lambda: {("", phase.value): count for phase, count in store.tally().by_phase.items()}
         )
+        metrics.store_bytes.set_function(lambda: store.size_bytes)
+        metrics.store_failing.set_function(lambda: float(store.failure is not None))
+        metrics.store_commits.set_function(lambda: store.commits)

@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,6 @@ _CACHE_KIB = 8192
 _WAL_LIMIT_BYTES = 64 * 1024 * 1024
 _BELONGINGS = ("", "-wal", "-journal")
 _PRAGMAS = (
-    "auto_vacuum = INCREMENTAL",
     "journal_mode = WAL",
     "synchronous = FULL",
     f"cache_size = -{_CACHE_KIB}",
@@ -69,25 +68,30 @@ def reopen_file(path: Path, *, wait_seconds: float = WAIT_SECONDS) -> sqlite3.Co
         raise StoreError(f"{path} is damaged: {exc}") from None
 
 
-def open_to_read(path: Path, *, wait_seconds: float = 0.0) -> sqlite3.Connection:
-    """A connection that cannot change the file. `StoreError` as `open_file()`, and for a file of an older version.
+@contextlib.contextmanager
+def reading(path: Path, *, wait_seconds: float = 0.0) -> Iterator[sqlite3.Connection]:
+    """A connection that cannot change the file. `StoreError` as `open_file()`, and for one of an older version.
 
     While it is open no service gets the file, and none had it before: so it is the only connection.
     """
+    new = [part for part in (Path(f"{path}-shm"), Path(f"{path}-wal")) if not part.exists()]
     connection = _open(path, "ro", wait_seconds)
     try:
-        version = _checked(path, connection, version_of)
-        if version != VERSION:
-            raise StoreError(
-                f"{path} is empty or of an older version: a service that starts on it brings it up to date"
-            )
+        if _checked(path, connection, version_of) != VERSION:
+            raise StoreError(f"{path} is empty or of an older version: start a service on it to bring it up to date")
+        yield connection
+        _remove_leftovers(new)
     except sqlite3.DatabaseError as exc:
-        connection.close()
         raise StoreError(f"{path} is damaged: {exc}") from None
-    except BaseException:
+    finally:
         connection.close()
-        raise
-    return connection
+
+
+def _remove_leftovers(parts: list[Path]) -> None:
+    """What SQLite makes for a reader and leaves behind. Called while nobody else can have the file."""
+    for part in parts:
+        if part.name.endswith("-shm") or (part.exists() and not part.stat().st_size):
+            part.unlink(missing_ok=True)
 
 
 def _create(path: Path) -> None:
@@ -130,6 +134,8 @@ def _make_ready(connection: sqlite3.Connection) -> None:
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
         raise sqlite3.DatabaseError(problem)
+    if version is None:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # a write, which a full disk need not suffer at a start
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").fetchall()
     prepare(connection, version)

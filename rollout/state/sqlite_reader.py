@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from rollout.errors import StoreError
 from rollout.schemas import Phase
-from rollout.state.sqlite_file import open_to_read, reopen_file, size_of
+from rollout.state.sqlite_file import reading, reopen_file, size_of
 from rollout.state.sqlite_schema import SELECT, record_of
 from rollout.state.store import Record
 
@@ -43,20 +43,16 @@ class StateReader:
 
     def __init__(self, path: Path, *, wait_seconds: float = 0.0) -> None:
         self._path = path
-        # Reading a file that has a log needs an index of it, which SQLite leaves behind.
-        self._index = path.with_name(path.name + "-shm")
-        self._had_index = self._index.exists()
-        self._connection = open_to_read(path, wait_seconds=wait_seconds)
+        self._reading = reading(path, wait_seconds=wait_seconds)
 
     def __enter__(self) -> StateReader:
+        self._connection = self._reading.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._connection.close()
-        if not self._had_index:
-            self._index.unlink(missing_ok=True)
+        self._reading.__exit__(kind, exc, trace)
 
     def summary(self) -> Summary:
         """Counts, the size, and the oldest result that is owed."""

@@ -35,8 +35,10 @@ Job = Callable[[sqlite3.Connection], Any]
 Then = Callable[[Any], None]
 """Called on the loop with what came back, right after the commit, even if nobody waits any more."""
 
-_BATCH = 512
-_BATCH_BYTES = 32 * 1024 * 1024
+BATCH = 512
+BATCH_BYTES = 32 * 1024 * 1024
+"""The most that one transaction takes, so that it neither holds others up nor makes the log long."""
+
 _ROWS_AT_ONCE = (64, 8, 1)  # so few different statements that all stay prepared
 
 
@@ -153,7 +155,7 @@ class Writer:
             while item is not None:
                 batch.append(item)
                 size += 0 if item.write is None else item.write.size_bytes
-                if len(batch) >= _BATCH or size >= _BATCH_BYTES:
+                if len(batch) >= BATCH or size >= BATCH_BYTES:
                     return batch, True
                 item = self._queue.get_nowait()
         except queue.Empty:

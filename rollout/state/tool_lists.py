@@ -40,13 +40,14 @@ class ToolLists:
         return number
 
     def release(self, number: int) -> bool:
-        """One record less names the list; True when it was the last: the list may be deleted then."""
+        """One record less names the list; True when it was the last and the file holds the list: it may be deleted."""
         self._uses[number] -= 1
         if self._uses[number]:
             return False
         del self._uses[number], self._numbers[self._digests.pop(number)]
+        is_stored = number in self._stored
         self._stored.discard(number)
-        return True
+        return is_stored
 
     def is_stored(self, number: int) -> bool:
         """Whether the file is known to hold the list."""
@@ -55,6 +56,3 @@ class ToolLists:
     def note_stored(self, number: int) -> None:
         """The file holds it now."""
         self._stored.add(number)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
