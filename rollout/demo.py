@@ -31,6 +31,7 @@ from rollout.demo_report import (
 from rollout.examples.calculator import agent
 from rollout.examples.dataset import BUNDLED, Row, load_rows
 from rollout.server.app import create_app
+from rollout.server.serving import why_not_listening
 from rollout.settings import RolloutServerSettings, RolloutSettings
 from rollout.testing.builders import make_tool_call
 from rollout.testing.client import drive
@@ -135,7 +136,7 @@ async def _play(rows: Sequence[tuple[str, Row]], concurrency: int, advance: Call
 @contextlib.asynccontextmanager
 async def _serving() -> AsyncIterator[str]:
     """The URL of a service for the calculator on a free port. What is interrupted ends at once."""
-    settings = RolloutSettings(server=RolloutServerSettings(shutdown_grace_seconds=0, cancel_grace_seconds=0))
+    settings = RolloutSettings(server=RolloutServerSettings(shutdown_grace_seconds=0))
     runner = web.AppRunner(
         create_app(agent, settings), access_log=None, auto_decompress=False, handle_signals=False, shutdown_timeout=1
     )
@@ -214,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (OSError, OverflowError) as exc:
-        print(f"cannot listen on port {port}: {exc}", file=sys.stderr)
+        why = why_not_listening(exc) if isinstance(exc, OSError) else "a port is a number from 0 to 65535"
+        print(f"rollout: cannot listen on 127.0.0.1:{port}: {why}", file=sys.stderr)
         return 1
     return 0
 

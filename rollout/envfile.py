@@ -40,7 +40,7 @@ def read_env_file(path: Path) -> EnvFile:
     except OSError as exc:
         return EnvFile({}, [f"{path}: cannot be read: {exc.strerror}"])
     if body.startswith(_UTF16_MARKS) or b"\0" in body:
-        return EnvFile({}, [f"{path}: is UTF-16 or binary; save it as UTF-8"])
+        return EnvFile({}, [f"{path} is UTF-16 or binary; save it as UTF-8"])
     try:
         return _parse(body.decode("utf-8-sig"), path)
     except UnicodeDecodeError as exc:
@@ -69,4 +69,4 @@ def _line_problem(binding: Binding) -> str:
     line = binding.original.line + binding.original.string.removesuffix(text).count("\n")
     if _QUOTED_VALUE.match(text):
         return f"line {line}: a quote is not closed, or text stands behind the closing one"
-    return f"line {line}: is not NAME=value"
+    return f"line {line} is not NAME=value"

@@ -265,8 +265,22 @@ class MissingExtra(RolloutError):
     """An optional library is needed; the text names the `pip install`."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an optional library: pip install 'rollout[{extra}]'", feature, extra)
+        super().__init__(
+            f"{feature} needs an optional library: pip install 'rollout[{extra}]' "
+            f"(from a checkout: pip install '.[{extra}]')",
+            feature,
+            extra,
+        )
         self.feature, self.extra = feature, extra
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
         return (type(self), (self.feature, self.extra))
+
+
+# ---------------------------------------------------------------- the names that the reference has for them
+
+OsmosisRolloutError = RolloutError
+OsmosisTransportError = TrainerUnreachable
+OsmosisServerError = TrainerUnavailable
+OsmosisValidationError = TrainerRefused
+OsmosisTimeoutError = TrainerTimeout

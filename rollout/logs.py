@@ -24,6 +24,11 @@ _FLUSH_SECONDS = 0.05
 _MOST_LINES = 1000
 
 
+def counted(count: int, noun: str) -> str:
+    """The number with its noun: "1 rollout", "2 rollouts"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class _Line(Struct, omit_defaults=True):
     """A JSON line without `extra`."""
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOTENV = Path(".env")
+_ALIKE = 0.6
+"""How like an unknown name a known one must be to be worth naming: 1 is the same."""
 DEFAULT_AGENT = "rollout.examples.calculator:agent"
 
 # ---------------------------------------------------------------- the settings
@@ -218,13 +220,14 @@ _VARIABLES = frozenset(spec.variable for spec in SPECS)
 
 
 class UnknownVariable(Struct, frozen=True):
-    """A variable with our prefix that no setting reads, and the known one that is most like it."""
+    """A variable with our prefix that no setting reads, and the known one that is most like it, if any is."""
 
     name: str
-    nearest: str
+    nearest: str | None
 
     def __str__(self) -> str:
-        return f"{self.name} is not a setting and is ignored; the nearest known name is {self.nearest}"
+        near = f"; the nearest known name is {self.nearest}" if self.nearest else ""
+        return f"{self.name} is not a setting and is ignored{near}"
 
 
 class LoadedSettings(Struct, frozen=True, kw_only=True):
@@ -267,11 +270,17 @@ def _not_blank(values: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if name.upper().startswith(PREFIX) and value.strip()}
 
 
-def _nearest(name: str) -> str:
+def variables_in(environ: Mapping[str, str]) -> list[str]:
+    """The names with our prefix that are set, sorted; a blank value counts as unset."""
+    return sorted(_not_blank(environ))
+
+
+def _nearest(name: str) -> str | None:
     suffix = name.upper().removeprefix(PREFIX)
     suffixes = [spec.suffix for spec in SPECS]
     ends_alike = [known for known in suffixes if known.endswith(f"_{suffix}")]
-    return PREFIX + (ends_alike or difflib.get_close_matches(suffix, suffixes, n=1, cutoff=0))[0]
+    near = ends_alike or difflib.get_close_matches(suffix, suffixes, n=1, cutoff=_ALIKE)
+    return PREFIX + near[0] if near else None
 
 
 def _parse(values: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[str]]:

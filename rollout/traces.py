@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollout.errors import SettingsError
 from rollout.wire import JSON, encode
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def _without_secrets(value: JSON) -> JSON:
 class TraceWriter:
     """Writes the traces of a service into a directory, from entering the context until leaving it, which flushes.
 
-    The directory is made if need be (mode 0700; the files 0600). Failures are logged once and end nothing. `put()`
+    The directory is made if need be (mode 0700; the files 0600); `SettingsError` on entering if it cannot be. Later
+    failures are logged once and end nothing. `put()`
     belongs to the loop's thread; of the two byte counts each thread writes its own, so no lock is needed.
     """
 
@@ -121,6 +123,12 @@ class TraceWriter:
         self._is_stopped = False
 
     async def __aenter__(self) -> TraceWriter:
+        try:
+            await asyncio.to_thread(self._directory.mkdir, mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SettingsError(
+                f"OSMOSIS_ROLLOUT_SERVER_DEBUG_DIR: {str(self._directory)!r} cannot be made: {exc.strerror}"
+            ) from None
         self._thread.start()
         return self
 
@@ -155,10 +163,6 @@ class TraceWriter:
     # ------------------------------------------------------------ the background thread
 
     def _run(self) -> None:
-        try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as exc:
-            self._fail(str(exc))
         is_open = True
         while is_open:
             batch, is_open = self._next_batch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import io
 import logging
@@ -36,6 +37,13 @@ _KEEPALIVE_SECONDS = 4.0  # below the 5 s after which common servers close an id
 _DRAIN_BYTES = 64 * 1024
 _DRAIN_SECONDS = 1.0
 _NO_SPAN = Span()
+_CONNECT_PROBLEMS = {
+    errno.ECONNREFUSED: "connection refused by",
+    errno.ECONNRESET: "connection reset by",
+    errno.EHOSTUNREACH: "no way to",
+    errno.ENETUNREACH: "no network leads to",
+    errno.ETIMEDOUT: "no answer from",
+}
 _JSON_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
@@ -141,6 +149,17 @@ def _was_closed(exc: Exception) -> bool:
 
 
 def _describe(exc: Exception) -> str:
+    """What went wrong in plain words, where it is one of the common things."""
+    if isinstance(exc, aiohttp.ClientConnectorError) and not isinstance(exc, aiohttp.ClientSSLError):
+        place = f"[{exc.host}]:{exc.port}" if ":" in exc.host else f"{exc.host}:{exc.port}"
+        if isinstance(exc, aiohttp.ClientConnectorDNSError):
+            return f"the name {exc.host!r} is not known ({exc.strerror or exc.os_error})"
+        if exc.errno in _CONNECT_PROBLEMS:
+            return f"{_CONNECT_PROBLEMS[exc.errno]} {place}"
+    if isinstance(exc, aiohttp.ServerDisconnectedError):
+        return "the connection was closed before the answer came"
+    if isinstance(exc, OSError) and exc.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "the connection was reset"
     text = str(exc) if isinstance(exc, (OSError, aiohttp.ClientError)) else ""
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 

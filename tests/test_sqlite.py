@@ -363,7 +363,8 @@ async def test_writes_that_wait_together_share_a_commit(
     body = bytes(size)
     async with busy_writer(path) as (writer, goes_on):
         before = writer.commits + 1
-        waiting = [writer.post(Write(results=((number, body),))) for number in range(count)]
+        waiting = [asyncio.create_task(writer.write(Write(results=((number, body),)))) for number in range(count)]
+        await asyncio.sleep(0)
         goes_on.set()
         await asyncio.gather(*waiting)
 

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout.agent.loop import RolloutAgentLoop
 from rollout.agent.tool_check import ValidationFinding, check_tools
 from rollout.agent.tool_results import describe_error
 from rollout.agent.tool_schema import inner_function
 from rollout.errors import RequestRejected, RolloutError
+from rollout.logs import counted
 from rollout.schemas import RolloutRequest
 from rollout.wire import JSON, plain
 
@@ -28,6 +30,8 @@ ValidationError = ValidationFinding
 """The name that the reference has for a finding."""
 
 _NO_TOOLS: Any = object()
+_NEVER_SENT = {"NOT_A_TOOL", "NOT_JSON", "TOO_DEEP"}
+"""Findings in tools with which every init would fail."""
 
 
 class AgentLoopValidationError(RolloutError):
@@ -68,7 +72,7 @@ class ValidationResult(msgspec.Struct, kw_only=True):
         }
 
     def __str__(self) -> str:
-        counts = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+        counts = f"{counted(len(self.errors), 'error')}, {counted(len(self.warnings), 'warning')}"
         lines = [f"agent loop {self.agent_name!r}: {'valid' if self.valid else 'not valid'}, {counts}"]
         lines += [f"  error: {finding}" for finding in self.errors]
         lines += [f"  warning: {finding}" for finding in self.warnings]
@@ -91,6 +95,30 @@ def validate_agent_loop(agent: Any, request: RolloutRequest | None = None) -> Va
     checked = check_tools(check.check_get_tools(request))
     check.findings += checked.findings
     return check.result(checked.definitions, name)
+
+
+def check_before_serving(agent: Any) -> ValidationResult:
+    """What `validate_agent_loop()` finds without a request; errors are only what would fail in every rollout.
+
+    A `get_tools()` of the agent's own is not called: it may need a real request, or the loop that serves.
+    """
+    check = _AgentCheck(agent)
+    name = check.check_name()
+    check.check_run()
+    get_tools = check.attribute("get_tools")
+    if not callable(get_tools) or getattr(get_tools, "__func__", None) is RolloutAgentLoop.get_tools:
+        check.findings += check_tools(check.check_get_tools(None)).findings
+    result = check.result([], name)
+    fatal = [finding for finding in result.errors if _is_hopeless(finding)]
+    rest = [finding for finding in result.errors if not _is_hopeless(finding)]
+    return ValidationResult(agent_name=name, errors=fatal, warnings=rest + result.warnings, tools=[])
+
+
+def _is_hopeless(finding: ValidationFinding) -> bool:
+    """Whether no request can change it. What is odd in a tool's schema is for the trainer to judge."""
+    if finding.path.startswith("$.tools["):
+        return finding.code in _NEVER_SENT
+    return finding.code != "GET_TOOLS_FAILED"
 
 
 class _AgentCheck:
@@ -120,7 +148,7 @@ class _AgentCheck:
 
     def check_name(self) -> str | None:
         """The agent's name, if it has a usable one."""
-        name = self._attribute("name")
+        name = self.attribute("name")
         if not isinstance(name, str) or not name.strip():
             what = "no name" if name is None else f"the name {plain(name)!r}"
             hint = 'add a class attribute, for example name = "calculator"'
@@ -135,7 +163,7 @@ class _AgentCheck:
 
     def check_run(self) -> None:
         """Whether `run` can be awaited with a context."""
-        run = self._attribute("run")
+        run = self.attribute("run")
         if not callable(run):
             self.add("MISSING_RUN", "the agent has no run(ctx)", "$.run", "add `async def run(self, ctx)`")
             return
@@ -163,7 +191,7 @@ class _AgentCheck:
 
     def check_get_tools(self, request: RolloutRequest | None) -> list[Any]:
         """The tools that `get_tools` returns; none if it does not."""
-        get_tools = self._attribute("get_tools")
+        get_tools = self.attribute("get_tools")
         if not callable(get_tools):
             self.add("MISSING_GET_TOOLS", "the agent has no get_tools(request)", "$.get_tools")
             return []
@@ -189,7 +217,7 @@ class _AgentCheck:
         hint = None if real else "the request was an empty one; validate with a request of yours if it needs more"
         self.add("GET_TOOLS_FAILED", f"get_tools() raised {describe_error(exc)}", "$.get_tools", hint)
 
-    def _attribute(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         try:
             return getattr(self._agent, name, None)
         except Exception as exc:

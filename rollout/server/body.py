@@ -12,6 +12,7 @@ from rollout.errors import BodyTooLarge, InvalidJSON, RequestTimeout, Unsupporte
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE = -15
 _GZIP_MAGIC = b"\x1f\x8b"
+_LONGEST_QUOTE = 100
 
 
 def check_media_type(request: web.BaseRequest) -> str | None:
@@ -23,7 +24,7 @@ def check_media_type(request: web.BaseRequest) -> str | None:
         if essence not in ("application/json", "text/json") and not (
             essence.startswith("application/") and essence.endswith("+json")
         ):
-            raise UnsupportedMediaType("the Content-Type must be application/json")
+            raise UnsupportedMediaType(f"the Content-Type must be application/json, not {_shown(kind)}")
     encoding = headers.get("Content-Encoding")
     if encoding is None:
         return None
@@ -31,8 +32,12 @@ def check_media_type(request: web.BaseRequest) -> str | None:
     if name in ("", "identity"):
         return None
     if name not in _ENCODINGS:
-        raise UnsupportedMediaType("the Content-Encoding must be gzip, deflate or identity")
+        raise UnsupportedMediaType(f"the Content-Encoding must be gzip, deflate or identity, not {_shown(encoding)}")
     return name
+
+
+def _shown(header: str) -> str:
+    return repr(header if len(header) <= _LONGEST_QUOTE else f"{header[:_LONGEST_QUOTE]}...")
 
 
 async def read_body(request: web.BaseRequest, limit_bytes: int, pause_seconds: float) -> bytes:

@@ -72,7 +72,7 @@ def edge(api_key: str | None, open_handlers: Container[object]) -> Middleware:
         except RequestError as exc:
             response = error_response(exc)
         except web.HTTPException as exc:
-            translated = _translated(exc)
+            translated = _translated(exc, request.path)
             if translated is None:
                 exc.headers[REQUEST_ID] = request_id_of(request)
                 raise
@@ -106,13 +106,14 @@ def _has_key(request: web.BaseRequest, expected: bytes) -> bool:
     )
 
 
-def _translated(exc: web.HTTPException) -> web.Response | None:
+def _translated(exc: web.HTTPException, path: str) -> web.Response | None:
     """aiohttp's own refusals in our words; None for what a handler raised on purpose."""
     if isinstance(exc, web.HTTPNotFound):
-        return error_response(NotFound("no such path"))
+        hint = ": paths here do not end with a slash" if path.endswith("/") and path != "/" else ""
+        return error_response(NotFound(f"no such path{hint}"))
     if isinstance(exc, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(exc.allowed_methods))
-        return error_response(MethodNotAllowed("this path does not take that method", allowed))
+        return error_response(MethodNotAllowed(f"this path takes only {allowed}", allowed))
     if isinstance(exc, web.HTTPRequestEntityTooLarge):
         return error_response(BodyTooLarge("the body is larger than the surrounding application allows"))
     return None

@@ -11,6 +11,7 @@ from msgspec import Raw
 from rollout.agent.runner import Cause, ended_before
 from rollout.errors import StoreError
 from rollout.executors.base import Ended, Job
+from rollout.logs import counted
 from rollout.state.registry import Registry
 from rollout.state.store import Record, Restarted
 
@@ -44,8 +45,8 @@ class Recovery:
         """End or resume every live record. One that cannot be resumed is ended, whatever the reason."""
         records = list(self._registry.live())
         if records:
-            what = "runs them again" if self._resumes else "reports them as interrupted"
-            logger.warning("a process died with %d rollouts queued or running; this one %s", len(records), what)
+            what = "runs what it can again" if self._resumes else "reports that as interrupted"
+            logger.warning("a process died with %s unfinished; this one %s", counted(len(records), "rollout"), what)
         for record in records:
             job = self._job(record)
             if job is None:

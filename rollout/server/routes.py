@@ -111,7 +111,7 @@ class Routes:
 
     async def no_such_method(self, request: web.Request) -> web.Response:
         """Other methods of /health: a route of its own, so that they are told so without a key."""
-        raise MethodNotAllowed("this path does not take that method", "GET, HEAD")
+        raise MethodNotAllowed("this path takes only GET, HEAD", "GET, HEAD")
 
     async def platform_health(self, request: web.Request) -> web.Response:
         """GET /platform/health: the same for those who hold the key; without a key in use it is not there."""

@@ -20,10 +20,11 @@ from rollout.errors import NotFound, ResultDropped, StoreError
 from rollout.executors.base import Ended, Executor, Job
 from rollout.executors.local import LocalExecutor
 from rollout.hosts import AllowedHosts
+from rollout.logs import counted
 from rollout.metrics import LoopLagMonitor, Metrics
 from rollout.requests import callback_url
 from rollout.retry import Clock, RetryPolicy
-from rollout.schemas import CancelRequest, RolloutState
+from rollout.schemas import CancelRequest, Phase, RolloutState
 from rollout.server.admissions import Admissions
 from rollout.server.recovery import Recovery
 from rollout.server.reports import Reports
@@ -138,7 +139,15 @@ class Service:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Open the store and the client session, start the background tasks."""
+        """Open the store and the client session, start the background tasks. Whatever fails, nothing stays open."""
+        try:
+            await self._start()
+        except BaseException:
+            self._running = self.reports.is_running = False
+            await self._owned.aclose()
+            raise
+
+    async def _start(self) -> None:
         enter = self._owned.enter_async_context
         await self.registry.store.open()
         self._owned.push_async_callback(self.registry.store.close)
@@ -179,22 +188,43 @@ class Service:
         self.registry.begin_drain()
         live = self.registry.store.tally().live
         if live:
-            logger.info("draining: %d rollouts have %g s to end", live, grace)
+            logger.info("draining: %s to end, %g s for that", counted(live, "rollout"), grace)
         try:
             await self.admissions.finish()
             await self.executor.drain(grace)
             await self._wait_until_written()
             await self.outbox.flush(FLUSH_SECONDS)
             self.registry.wake_all()
+            self._say_what_is_left()
         finally:
             await self._owned.aclose()
+
+    def _say_what_is_left(self) -> None:
+        tally = self.registry.store.tally()
+        left = tally.records - tally.by_phase[Phase.DELIVERED]
+        if not left:
+            logger.info("stopped: every result was delivered")
+            return
+        was = "was" if left == 1 else "were"
+        level = logging.INFO if self.registry.store.is_durable else logging.ERROR
+        logger.log(
+            level, "stopped: %s %s not delivered, and %s", counted(left, "result"), was, self.fate_of_the_undelivered
+        )
+
+    @property
+    def fate_of_the_undelivered(self) -> str:
+        """What becomes of results that have not been delivered when the process ends, for people."""
+        if not self.registry.store.is_durable:
+            return "lost: the state is in memory"
+        return f"kept in {self.settings.server.state_url.removeprefix('sqlite:///')}"
 
     async def _wait_until_written(self) -> None:
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self._all_written.wait()
         except TimeoutError:
-            logger.error("%d results could not be stored; a restart reports them as interrupted", self._unwritten)
+            count = counted(self._unwritten, "result")
+            logger.error("%s could not be stored; a restart reports such rollouts as interrupted", count)
 
     # ------------------------------------------------------------ running
 

@@ -54,11 +54,15 @@ def bind(host: str, port: int) -> list[socket.socket]:
             listener.close()
             for other in sockets:
                 other.close()
-            why = "it is in use by another process" if exc.errno == errno.EADDRINUSE else exc.strerror
-            raise AddressInUse(f"cannot listen on {host}:{port}: {why}") from None
+            raise AddressInUse(f"cannot listen on {host}:{port}: {why_not_listening(exc)}") from None
         listener.setblocking(False)
         sockets.append(listener)
     return sockets
+
+
+def why_not_listening(exc: OSError) -> str:
+    """Why an address could not be bound, for people."""
+    return "it is in use by another process" if exc.errno == errno.EADDRINUSE else str(exc.strerror or exc)
 
 
 async def serve_app(
@@ -79,10 +83,10 @@ async def serve_app(
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    _handle_signals(loop, stop)
-    await runner.setup()
+    _handle_signals(loop, stop, service.fate_of_the_undelivered)
     servers: list[asyncio.Server] = []
     try:
+        await runner.setup()
         factory = guarded(runner.server, service.settings.server.read_timeout_seconds, loop)
         servers += [await loop.create_server(factory, sock=listener, backlog=BACKLOG) for listener in sockets]
         if on_ready is not None:
@@ -92,13 +96,15 @@ async def serve_app(
     finally:
         for server in servers:
             server.close()
+        for listener in sockets:
+            listener.close()
         await runner.cleanup()
 
 
-def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, fate: str) -> None:
     def on_signal(number: int) -> None:
         if stop.is_set():
-            logger.error("second signal: exiting at once, results that were not delivered are lost")
+            logger.error("second signal: exiting at once; results that were not delivered are %s", fate)
             logging.shutdown()
             sys.stderr.flush()
             os._exit(128 + number)

@@ -99,9 +99,10 @@ class SqliteStore(Store):
         self._tools = ToolLists()
         self._creating: dict[str, asyncio.Future[None]] = {}
         self._changing: set[str] = set()
+        self._checkpointed: set[str] = set()
         self._ids: set[int] = set()
         self._keys: set[int] = set()  # only keys that are not the id itself
-        self._trimming = False
+        self._trimming = self._trims_on = False
 
     # ------------------------------------------------------------ life
 
@@ -149,6 +150,8 @@ class SqliteStore(Store):
             record = self._record(row)
             self._places[record.rollout_id] = _Place(row[_NUMBER], row[_TOOLS])
             self._open.add(record, counted=True)
+            if record.checkpoint is not None:
+                self._checkpointed.add(record.rollout_id)
             if record.phase is Phase.DELIVERING:
                 self._open.postpone(record, now)
 
@@ -177,25 +180,24 @@ class SqliteStore(Store):
             await asyncio.wait(others)
         gate = asyncio.get_running_loop().create_future()
         self._creating.update(dict.fromkeys(names, gate))
-        written: asyncio.Future[None] | None = None
         try:
             known = await self.get(record.rollout_id, record.key)
-            if known is not None:
-                return known
-            written = self._insert(record)
-            written.add_done_callback(lambda _: self._open_gate(names, gate))  # whoever waits or has gone away
-            await asyncio.shield(written)
-            return record
-        finally:
-            if written is None:
-                self._open_gate(names, gate)
+        except BaseException:
+            self._open_gate(names, gate)
+            raise
+        if known is not None:
+            self._open_gate(names, gate)
+            return known
+        await self._insert(record, lambda: self._open_gate(names, gate))
+        return record
 
     def _open_gate(self, names: set[str], gate: asyncio.Future[None]) -> None:
         for name in names:
             del self._creating[name]
         gate.set_result(None)
 
-    def _insert(self, record: Record) -> asyncio.Future[None]:
+    async def _insert(self, record: Record, ended: Callable[[], None]) -> None:
+        """Write the record; `ended` is called when that is over, also if the caller has gone away by then."""
         place = _Place(self._next_number, self._tools.take(record.tools))
         self._next_number += 1
 
@@ -205,10 +207,13 @@ class SqliteStore(Store):
             self._places[record.rollout_id] = place
             self._open.add(record)
 
+        def over(is_committed: bool) -> None:
+            if not is_committed:
+                self._let_go_of_tools([place.tools])
+            ended()
+
         tools = () if self._tools.is_stored(place.tools) else ((place.tools, record.tools),)
-        written = self._writer.post(Write(records=(self._row(record, place),), tools=tools), committed)
-        written.add_done_callback(lambda done: self._let_go_of_tools([] if done.exception() is None else [place.tools]))
-        return written
+        await self._writer.write(Write(records=(self._row(record, place),), tools=tools), committed, over)
 
     def _let_go_of_tools(self, numbers: list[int]) -> None:
         unused = tuple(number for number in numbers if self._tools.release(number))
@@ -244,6 +249,7 @@ class SqliteStore(Store):
                 return None
             self._open.start(record, move)  # in memory only: after a crash, queued and running are treated alike
         elif isinstance(move, Checkpointed):
+            self._checkpointed.add(rollout_id)  # from now on there may be one on the disk
             checkpoint = Write(checkpoints=((place.number, move.messages),))
             await self._writer.write(checkpoint, lambda _: setattr(record, "checkpoint", move.messages))
         elif isinstance(move, Restarted):
@@ -259,15 +265,21 @@ class SqliteStore(Store):
         ended = msgspec.structs.replace(record)
         apply_finish(ended, move)
         number = place.number
-        write = Write(records=(self._row(ended, place),), results=((number, move.result),), checkpoints_gone=(number,))
-        await self._change(record, write, lambda _: self._open.finish(record, move))
+        write = Write(
+            records=(self._row(ended, place),),
+            results=((number, move.result),),
+            checkpoints_gone=(number,) if record.rollout_id in self._checkpointed else (),
+        )
+        await self._change(record, write, lambda _: self._note_finished(record, move))
+
+    def _note_finished(self, record: Record, move: Finished) -> None:
+        self._checkpointed.discard(record.rollout_id)
+        self._open.finish(record, move)
 
     async def _change(self, record: Record, write: Write, then: Then) -> None:
         """Write a transition. Until that is done, also if the caller goes away, the record takes no other one."""
         self._changing.add(record.rollout_id)
-        written = self._writer.post(write, then)
-        written.add_done_callback(lambda _: self._changing.discard(record.rollout_id))
-        await asyncio.shield(written)
+        await self._writer.write(write, then, lambda _: self._changing.discard(record.rollout_id))
 
     async def claim(self, now: float, limit: int) -> Due:
         return self._open.claim(now, limit)
@@ -306,7 +318,7 @@ class SqliteStore(Store):
     def _trim_if_full(self) -> None:
         if self._open.tally.held_bytes > self._result_cache_bytes and not self._trimming:
             self._trimming = True
-            self._writer.run(self._trim, self._note_trimmed).add_done_callback(self._trimmed)
+            self._writer.run(self._trim, self._note_trimmed, self._trimmed)
 
     def _trim(self, connection: sqlite3.Connection) -> int:
         """Drop the messages of the oldest delivered results; the bytes that this frees."""
@@ -327,10 +339,11 @@ class SqliteStore(Store):
 
     def _note_trimmed(self, freed: int) -> None:
         self._open.tally.held_bytes -= freed
+        self._trims_on = freed > 0
 
-    def _trimmed(self, done: asyncio.Future[int]) -> None:
+    def _trimmed(self, is_committed: bool) -> None:
         self._trimming = False
-        if done.exception() is None and done.result():
+        if is_committed and self._trims_on:
             self._trim_if_full()
 
     # ------------------------------------------------------------ scan, expire, tally

@@ -43,7 +43,7 @@ CREATE TABLE records (
     expires_at REAL
 ) STRICT;
 CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
-CREATE INDEX records_open ON records (phase) WHERE expires_at IS NULL;
+CREATE INDEX records_open ON records (number) WHERE expires_at IS NULL;
 CREATE INDEX records_held ON records (expires_at) WHERE phase = 'delivered' AND result_held;
 CREATE TABLE results (number INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TABLE checkpoints (number INTEGER PRIMARY KEY, messages BLOB NOT NULL) STRICT;

@@ -34,6 +34,8 @@ T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
 Then = Callable[[Any], None]
 """Called on the loop with what came back, right after the commit, even if nobody waits any more."""
+Ended = Callable[[bool], None]
+"""Called on the loop when it is over, after `Then`, with whether it was committed."""
 
 BATCH = 512
 BATCH_BYTES = 32 * 1024 * 1024
@@ -61,10 +63,12 @@ class Write(Struct):
 class _Item(Struct):
     """One thing in the queue: a write, or a job that gets the connection."""
 
-    done: asyncio.Future[Any]
+    waiter: asyncio.Future[Any] | None = None
+    """Of the caller, who may have gone away: nothing depends on it."""
     write: Write | None = None
     job: Job | None = None
     then: Then | None = None
+    ended: Ended | None = None
 
 
 class Writer:
@@ -101,35 +105,36 @@ class Writer:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    async def write(self, write: Write, then: Then | None = None) -> None:
-        """Return when the write is on the disk. `StoreError`: nothing of it is there."""
-        await asyncio.shield(self.post(write, then))
+    async def write(self, write: Write, then: Then | None = None, ended: Ended | None = None) -> None:
+        """Return when the write is on the disk. `StoreError`: nothing of it is there.
+
+        A caller that is cancelled stops waiting, nothing else: `then` and `ended` are called all the same.
+        """
+        await self._put(_Item(self._waiter(), write=write, then=then, ended=ended))
 
     async def read(self, job: Callable[[sqlite3.Connection], T], then: Callable[[T], None] | None = None) -> T:
         """What the job returns, run in the thread with the connection, inside a transaction."""
-        result: T = await asyncio.shield(self.run(job, then))
+        result: T = await self._put(_Item(self._waiter(), job=job, then=then))
         return result
 
-    def post(self, write: Write, then: Then | None = None) -> asyncio.Future[None]:
-        """As `write()`, without waiting; a failure that nobody looks at is not reported."""
-        return self._put(_Item(self._future(), write=write, then=then))
+    def post(self, write: Write, then: Then | None = None) -> None:
+        """As `write()`, without waiting; a failure is in the log only."""
+        self._put(_Item(write=write, then=then))
 
-    def run(self, job: Job, then: Then | None = None) -> asyncio.Future[Any]:
-        """As `read()`, without waiting; a failure that nobody looks at is not reported."""
-        return self._put(_Item(self._future(), job=job, then=then))
+    def run(self, job: Job, then: Then | None = None, ended: Ended | None = None) -> None:
+        """As `read()`, without waiting; a failure is in the log only."""
+        self._put(_Item(job=job, then=then, ended=ended))
 
-    def _future(self) -> asyncio.Future[Any]:
+    def _waiter(self) -> asyncio.Future[Any]:
         assert self._loop is not None, "start() comes first"
-        done = self._loop.create_future()
-        done.add_done_callback(_look_at)
-        return done
+        return self._loop.create_future()
 
-    def _put(self, item: _Item) -> asyncio.Future[Any]:
+    def _put(self, item: _Item) -> Any:
         if self._stopped:
-            item.done.set_exception(StoreError("the store is closed"))
+            _end(item, None, StoreError("the store is closed"))
         else:
             self._queue.put(item)
-        return item.done
+        return item.waiter
 
     # ------------------------------------------------------------ the thread
 
@@ -218,7 +223,7 @@ class Writer:
         """Keep `failure` true: reads that succeed say nothing of a disk that is full."""
         if failure is not None and (_is_of_the_disk(failure) or _is_damage(failure)):
             text = str(_for_the_caller(failure))
-            if text != self.failure:
+            if text != self.failure and self._was_open:  # who opens it is told by the error itself
                 logger.error("the store cannot write %s: %s", self._path, text)
             self.failure, self._probe_at = text, time.monotonic() + self._probe_seconds
         elif failure is not None:
@@ -231,11 +236,6 @@ class Writer:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(_give, batch, results, failure)
-
-
-def _look_at(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
 
 
 def _is_of_the_disk(failure: Exception) -> bool:
@@ -260,12 +260,23 @@ def _give(batch: list[_Item], results: list[Any], failure: Exception | None) -> 
     """On the loop: give every item of a batch its end."""
     if failure is not None:
         for item in batch:
-            item.done.set_exception(_for_the_caller(failure))
+            _end(item, None, failure)
         return
     for item, result in zip(batch, results, strict=True):
-        if item.then is not None:
-            item.then(result)
-        item.done.set_result(result)
+        _end(item, result, None)
+
+
+def _end(item: _Item, result: Any, failure: Exception | None) -> None:
+    if failure is None and item.then is not None:
+        item.then(result)
+    if item.ended is not None:
+        item.ended(failure is None)
+    if item.waiter is None or item.waiter.done():
+        return
+    if failure is None:
+        item.waiter.set_result(result)
+    else:
+        item.waiter.set_exception(_for_the_caller(failure))
 
 
 # ---------------------------------------------------------------- writing, in the thread
