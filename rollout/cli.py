@@ -1,25 +1,25 @@
-"""The command line: `python -m rollout`. The only place that prints."""
+"""The command line: `python -m rollout`."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import ipaddress
 import json
-import logging
-import secrets
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from rollout._version import __version__
-from rollout.errors import AgentLoadError, MissingExtra, RolloutError, SettingsError
+from rollout.errors import AgentLoadError, RequestError, RolloutError, SettingsError
 from rollout.logs import configure_logging
+from rollout.requests import parse_init
+from rollout.schemas import RolloutRequest, get_max_metadata_size_bytes
 from rollout.setting_spec import PREFIX
-from rollout.settings import LoadedSettings, RolloutSettings, describe, load_settings
+from rollout.settings import describe, load_settings
 from rollout.state_cli import HELP, add_state, run_state
+from rollout.wire import encode
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -37,6 +37,10 @@ examples:
   python -m rollout settings                     every setting, its value and where it came from
 
 Settings come from OSMOSIS_ROLLOUT_... variables and from .env in the working directory; options win over both."""
+
+
+class UsageError(RolloutError):
+    """An argument names something that cannot be used."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check an agent and show its tools as the trainer will get them")
     validate.add_argument("agent", metavar="MODULE:ATTRIBUTE")
     validate.add_argument("--json", action="store_true", help="print the findings as JSON")
-    settings = commands.add_parser("settings", help="print every setting: value, default, bounds, source")
+    validate.add_argument(
+        "--request",
+        type=Path,
+        metavar="FILE",
+        help="a RolloutRequest as JSON, for a get_tools() that needs one (default: an empty request)",
+    )
+    settings = commands.add_parser("settings", help="print every setting: its value and where it came from")
+    settings.add_argument("--long", action="store_true", help="print defaults and bounds, too")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
     demo = commands.add_parser("demo", help="serve the calculator agent and drive it through the bundled dataset")
     demo.add_argument(
@@ -132,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[options.command](options)
     except SettingsError as exc:
         return _complain(f"the settings are wrong:\n{exc}", EXIT_USAGE)
-    except AgentLoadError as exc:
+    except (AgentLoadError, UsageError) as exc:
         return _complain(str(exc), EXIT_USAGE)
     except RolloutError as exc:
         return _complain(str(exc), EXIT_FAILED)
@@ -159,80 +170,14 @@ def _complain(text: str, code: int) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     configure_logging(options.log_format, options.log_level)
-    loaded = _with_options(load_settings(), options)
-    settings, generated = _with_key(loaded.settings)
+    settings = load_settings().settings
     from rollout.agent.loading import load_agent
-    from rollout.server.app import create_app
-    from rollout.server.serving import bind, serve_app
+    from rollout.process import serve_agent_loop
+    from rollout.server.app import override
 
-    agent = load_agent(settings.server.agent)
-    app = create_app(agent, settings)
-    host = settings.server.host
-    sockets = bind(host, settings.server.port)
-
-    def ready(port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        if generated:
-            print(f"API key (made now, shown once): {settings.server.api_key}", flush=True)
-        print(
-            f"serving agent {agent.name!r} on http://{shown}:{port}  (health: /health, API: /openapi.json)", flush=True
-        )
-
-    _run(serve_app(app, sockets, on_ready=ready), options.loop)
+    settings = override(settings, agent=options.agent, host=options.host, port=options.port)
+    serve_agent_loop(load_agent(settings.server.agent), settings, loop=options.loop)
     return EXIT_OK
-
-
-def _with_options(loaded: LoadedSettings, options: argparse.Namespace) -> LoadedSettings:
-    given = {"agent": options.agent, "host": options.host, "port": options.port}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        return loaded
-    server = msgspec.structs.replace(loaded.settings.server, **changes)
-    return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, server=server))
-
-
-def _with_key(settings: RolloutSettings) -> tuple[RolloutSettings, bool]:
-    """Off loopback a key is needed: make one if none is set. Whether it was made."""
-    if settings.server.api_key is not None or _is_loopback(settings.server.host):
-        return settings, False
-    key = f"osm_rollout_{secrets.token_urlsafe(24)}"
-    return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, api_key=key)), True
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there; 0.0.0.0 and :: are every address, so they are not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _run(main_coroutine: Coroutine[Any, Any, None], loop: str) -> None:
-    """Run to the end on the chosen loop. A SystemExit out of some task of an agent does not end the service."""
-    with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
-        running = runner.get_loop().create_task(main_coroutine)
-        while True:
-            try:
-                runner.get_loop().run_until_complete(running)
-            except (SystemExit, KeyboardInterrupt):
-                if running.done():
-                    raise
-                logging.getLogger(__name__).exception("a task tried to end the process; the service goes on")
-            else:
-                return
-
-
-def _loop_factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if loop == "asyncio":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        if loop == "auto":
-            return None
-        raise MissingExtra("--loop uvloop", "speed") from None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 # ---------------------------------------------------------------- validate, settings, demo
@@ -242,14 +187,25 @@ def _validate(options: argparse.Namespace) -> int:
     from rollout.agent.loading import load_agent
     from rollout.agent.validator import validate_agent_loop
 
-    result = validate_agent_loop(load_agent(options.agent))
+    request = None if options.request is None else _request_in(options.request)
+    result = validate_agent_loop(load_agent(options.agent), request)
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         print(result)
         print("\nTools as the trainer will get them:")
-        print(msgspec.json.format(msgspec.json.encode(result.tools), indent=2).decode())
+        print(msgspec.json.format(encode(result.tools)[0], indent=2).decode())
     return EXIT_OK if result.valid else EXIT_FAILED
+
+
+def _request_in(path: Path) -> RolloutRequest:
+    """The RolloutRequest in a file, checked as `/init` checks it."""
+    try:
+        return parse_init(path.read_bytes(), get_max_metadata_size_bytes()).view()
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be read: {exc.strerror}") from None
+    except RequestError as exc:
+        raise UsageError(f"{path} holds no RolloutRequest: {exc}") from None
 
 
 def _settings(options: argparse.Namespace) -> int:
@@ -258,7 +214,7 @@ def _settings(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([msgspec.to_builtins(row) for row in rows], indent=2))
         return EXIT_OK
-    headings = ("variable", "value", "default", "bounds", "source")
+    headings = ("variable", "value", "default", "bounds", "source") if options.long else ("variable", "value", "source")
     table = [headings, *(tuple(str(getattr(row, name)) for name in headings) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(headings))]
     print(f"All variables begin with {PREFIX}")

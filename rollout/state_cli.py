@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -13,7 +14,8 @@ from typing import Any
 import msgspec
 
 from rollout.errors import StoreError
-from rollout.schemas import RolloutState
+from rollout.logs import counted
+from rollout.schemas import Phase, RolloutState
 from rollout.server.states import state_of
 from rollout.settings import load_settings
 from rollout.state.sqlite_reader import StateReader, Summary, redeliver
@@ -24,8 +26,9 @@ HELP = "look into a state file (SERVER_STATE_URL=sqlite:///...) while no service
 
 _EPILOG = """\
 examples:
-  python -m rollout state state.db                          counts, size, the oldest result that is owed
-  python -m rollout state state.db list --undelivered       results that have not reached their trainer
+  python -m rollout state state.db                          counts, size, the oldest result that is not delivered
+  python -m rollout state state.db list --undelivered       results that have not reached their trainer, and of these
+  python -m rollout state state.db list --owed              only those that are still tried
   python -m rollout state state.db show ID                  all that is known of one rollout
   python -m rollout state state.db export > results.jsonl   the results, one a line
   python -m rollout state state.db redeliver --all          the next service delivers what was given up"""
@@ -34,16 +37,28 @@ _LISTED = 100
 _COLUMNS = ("rollout_id", "phase", "status", "finish_reason", "run", "delivery_attempts", "created_at", "finished_at")
 _SECRETS = ("api_key", "llm_api_key")
 _HIDDEN = "***"
+_UNFINISHED = "unfinished"
+_PHASES: dict[str, str] = {
+    Phase.QUEUED: _UNFINISHED,
+    Phase.RUNNING: _UNFINISHED,
+    Phase.DELIVERING: "owed",
+    Phase.UNDELIVERED: "given up",
+}
+"""What people are shown for a phase; JSON has the words of the protocol."""
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
     """Options and actions of the command."""
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("path", type=Path, metavar="PATH", help="the file")
+    parser.add_argument("path", type=_path, metavar="PATH", help="the file, or its URL: sqlite:///...")
     _add_common(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
     listed = _add_action(actions, "list", "the records, oldest first")
-    listed.add_argument("--undelivered", action="store_true", help="only results that have not reached their trainer")
+    only = listed.add_mutually_exclusive_group()
+    only.add_argument(
+        "--undelivered", action="store_true", help="only results that have not reached their trainer: owed or given up"
+    )
+    only.add_argument("--owed", action="store_true", help="only those of them that are still tried")
     listed.add_argument(
         "--limit", type=_count, default=_LISTED, metavar="N", help=f"how many at most, 0: all (default: {_LISTED})"
     )
@@ -72,6 +87,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for a service that has the file open (default: 0)",
     )
+
+
+def _path(text: str) -> Path:
+    return Path(text.removeprefix("sqlite:///"))
 
 
 def _seconds(text: str) -> float:
@@ -122,15 +141,26 @@ def _summarize(options: argparse.Namespace) -> int:
     if _wants_json(options):
         _print_json(_summary_as_json(summary))
         return 0
-    print(f"{summary.records} records, {summary.size_bytes} bytes")
-    for phase, count in summary.by_phase.items():
-        print(f"  {phase:<12} {count}")
+    print(f"{counted(summary.records, 'record')}, {counted(summary.size_bytes, 'byte')}")
+    for name, count in _counts(summary.by_phase).items():
+        print(f"  {name:<31} {count}")
     oldest = summary.oldest_undelivered
     if oldest is not None:
-        state = _state(oldest)
-        line = f"oldest undelivered: {state.rollout_id}, ended {state.finished_at}, {state.delivery_attempts} attempts"
+        state, kind = _state(oldest), "owed" if oldest.phase is Phase.DELIVERING else "given up"
+        attempts = counted(oldest.attempts, "attempt")
+        line = f"oldest {kind}: {state.rollout_id}, ended {state.finished_at}, {attempts}"
         print(_clean(line + (f", last: {state.last_delivery_error}" if state.last_delivery_error else "")))
     return 0
+
+
+def _counts(by_phase: dict[str, int]) -> dict[str, int]:
+    """Records by what is to be done about them. Starts are not written, so a file cannot tell queued from running."""
+    return {
+        f"{_UNFINISHED} (queued or running)": by_phase[Phase.QUEUED] + by_phase[Phase.RUNNING],
+        "owed (delivery goes on)": by_phase[Phase.DELIVERING],
+        "given up": by_phase[Phase.UNDELIVERED],
+        "delivered": by_phase[Phase.DELIVERED],
+    }
 
 
 def _summary_as_json(summary: Summary) -> JSON:
@@ -143,12 +173,13 @@ def _summary_as_json(summary: Summary) -> JSON:
 
 def _list(options: argparse.Namespace) -> int:
     with _reader(options) as reader:
-        found = reader.records(undelivered=options.undelivered, limit=options.limit or -1)
-        states = [_state(record) for record in found]
+        found = reader.records(undelivered=options.undelivered or options.owed)
+        wanted = (record for record in found if not options.owed or record.phase is Phase.DELIVERING)
+        states = [_state(record) for record in itertools.islice(wanted, options.limit or None)]
     if _wants_json(options):
         _print_json(states)
         return 0
-    cells = [[_cell(getattr(state, column)) for column in _COLUMNS] for state in states]
+    cells = [[_cell(_shown(column, getattr(state, column))) for column in _COLUMNS] for state in states]
     _print_table([[column.removesuffix("_at").removeprefix("rollout_") for column in _COLUMNS], *cells])
     if options.limit and len(states) == options.limit:
         print(f"... the first {options.limit}; more with --limit", file=sys.stderr)
@@ -164,7 +195,7 @@ def _show(options: argparse.Namespace) -> int:
     if _wants_json(options):
         _print_json(shown)
         return 0
-    rows = [(name, value) for name, value in shown.items() if value is not None]
+    rows = [(name, _shown(name, value)) for name, value in shown.items() if value is not None]
     _print_table([[name, value if isinstance(value, str) else _json(value)] for name, value in rows])
     return 0
 
@@ -189,10 +220,20 @@ def _redeliver(options: argparse.Namespace) -> int:
     if _wants_json(options):
         _print_json({"due": due, "not_given_up": missed})
     else:
-        print(f"{len(due)} results are due again: the next service on this file delivers them")
+        print(_redelivery(options, due))
         for rollout_id in missed:
             print(_clean(f"  not one that was given up: {rollout_id}"), file=sys.stderr)
     return 1 if missed else 0
+
+
+def _redelivery(options: argparse.Namespace, due: list[str]) -> str:
+    """What came of it, as a sentence."""
+    if due or not options.all:
+        verb, whom = ("is", "it") if len(due) == 1 else ("are", "them")
+        return f"{counted(len(due), 'result')} {verb} due again: the next service on this file delivers {whom}"
+    with _reader(options) as reader:
+        owed = reader.summary().by_phase[Phase.DELIVERING]
+    return f"nothing was given up; {owed} {'is' if owed == 1 else 'are'} still being delivered"
 
 
 # ---------------------------------------------------------------- how it is shown
@@ -213,7 +254,7 @@ def _record_as_json(record: Record) -> dict[str, JSON]:
         "checkpoint": None if record.checkpoint is None else msgspec.json.decode(record.checkpoint),
         "tools": msgspec.json.decode(record.tools),
         "result": None if record.result is None else msgspec.json.decode(record.result),
-        "result_held": record.result_held,
+        "result_held": None if record.result is None else record.result_held,
     }
 
 
@@ -232,6 +273,10 @@ def _json(value: object) -> str:
 
 def _print_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _shown(column: str, value: Any) -> Any:
+    return _PHASES.get(value, value) if column == "phase" else value
 
 
 def _cell(value: object) -> str:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import FOLDER, NEEDS_CASES
 import pytest_asyncio
 from case_stage import Stage, staged, validate_tool
 
 from rollout.testing import Reply, raw, status
 
-FOLDER = Path(os.environ.get("ROLLOUT_CASES") or Path(__file__).resolve().parents[2] / "shared" / "cases")
 INDEX = FOLDER / "INDEX.tsv"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not INDEX.exists(), reason="the collected cases are not beside this checkout"),
+    pytest.mark.skipif(not INDEX.exists(), reason=NEEDS_CASES),
 ]
 
 SUCCESS = "Must hold: the turn is taken as a success"

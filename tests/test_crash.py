@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+from cases import needs
 from crash_load import Ledger
 from crash_run import CrashRun
 from crash_snapshot import Acknowledged, Snapshot, copy_files, missing_from
@@ -53,7 +54,7 @@ async def test_nothing_acknowledged_is_lost_or_contradicted_by_kills_under_load(
 @pytest.mark.slow
 async def test_every_202_comes_after_an_fsync_of_its_own(tmp_path: Path, shim: Path | None) -> None:
     if shim is None:
-        pytest.skip("counting fsyncs needs gcc")
+        pytest.skip(needs("gcc"))
     log = tmp_path / "fsyncs"
     extra = {"LD_PRELOAD": str(shim), "FSYNC_LOG": str(log)}
     async with MockTrainer() as trainer:

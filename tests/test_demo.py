@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import needs
 from conftest import Serve
 from served import GENEROUS_SECONDS
 
@@ -271,7 +272,7 @@ def test_ctrl_c_ends_the_demo_cleanly(
 # ---------------------------------------------------------------- by hand
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(shutil.which("curl") is None, reason=needs("curl"))
 async def test_the_lines_to_try_by_hand_work_as_they_are(serve: Serve, trainer: MockTrainer) -> None:
     server = await serve(calculator.agent)
     row = load_rows()[46]
@@ -341,7 +342,8 @@ def test_a_port_that_cannot_be_had_is_one_clear_line(port: str, capsys: pytest.C
         code = demo.main(["--port", number])
 
     assert code == 1
-    assert capsys.readouterr().err.startswith(f"cannot listen on port {number}: ")
+    why = "it is in use by another process" if port == "taken" else "a port is a number from 0 to 65535"
+    assert capsys.readouterr().err == f"rollout: cannot listen on 127.0.0.1:{number}: {why}\n"
 
 
 async def test_a_row_is_recognised_under_any_rollout_id(serve: Serve, trainer: MockTrainer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import ClientSession
+from cases import needs
 from conftest import Serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -475,7 +476,7 @@ def test_a_folder_or_nothing_at_all_is_one_clear_error(tmp_path: Path) -> None:
         load_rows(tmp_path / "nothing.jsonl")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason=needs("a user that is not root"))
 def test_a_file_without_permission_is_one_clear_error(tmp_path: Path) -> None:
     path = _write(tmp_path, LINES[0])
     path.chmod(0)

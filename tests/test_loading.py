@@ -163,5 +163,5 @@ def test_what_is_no_agent_is_told_with_what_it_lacks(write: Write) -> None:
         "odd",
         "agent = 5\nclass Half:\n    name = 'h'\n    @property\n    def run(self): raise ValueError\nhalf = Half()\n",
     )
-    assert "is a int, not an agent loop: it lacks a `name` and `get_tools()` and `run()`" in failure("odd:agent")
+    assert "is of type int, not an agent loop: it lacks a `name` and `get_tools()` and `run()`" in failure("odd:agent")
     assert "it lacks `get_tools()` and `run()`" in failure("odd:half")

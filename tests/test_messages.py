@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import FOLDER, NEEDS_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,12 +23,10 @@ from rollout.agent.messages import (
     parse_message,
 )
 
-CASES = Path(os.environ.get("ROLLOUT_CASES", Path(__file__).resolve().parents[2] / "shared" / "cases")) / "inputs"
+CASES = FOLDER / "inputs"
 MESSAGE_FILES = sorted(CASES.glob("messages/*.json"))
 COMPLETION_FILES = sorted(CASES.glob("completions/*.json"))
-needs_cases = pytest.mark.skipif(
-    not MESSAGE_FILES, reason=f"the handed cases are not there ({CASES}); set ROLLOUT_CASES"
-)
+needs_cases = pytest.mark.skipif(not MESSAGE_FILES, reason=NEEDS_CASES)
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

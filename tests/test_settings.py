@@ -375,7 +375,7 @@ def test_a_line_that_assigns_nothing_is_named_by_file_and_number(
         load_settings({}, dotenv)
 
     [text] = str(caught.value).splitlines()
-    assert text.startswith(f"{dotenv}, line {line}: ")
+    assert text.startswith(f"{dotenv}, line {line}")
     assert problem in text
 
 

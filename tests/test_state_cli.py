@@ -90,9 +90,10 @@ def test_the_summary_counts_and_names_the_oldest_that_is_owed(state_file: Path, 
     lines = [line.split() for line in printed.out.splitlines()]
     assert printed.code == 0
     assert lines[0][:2] == ["4", "records,"]
-    assert ["delivering", "1"] in lines
-    assert ["running", "0"] in lines
-    assert "oldest undelivered: owed, ended 1970-01-01T00:00:03.000Z, 0 attempts" in printed.out
+    assert ["unfinished", "(queued", "or", "running)", "1"] in lines
+    assert ["owed", "(delivery", "goes", "on)", "1"] in lines
+    assert ["given", "up", "1"] in lines
+    assert "oldest owed: owed, ended 1970-01-01T00:00:03.000Z, 0 attempts" in printed.out
 
 
 def test_the_summary_as_json(state_file: Path, run: Run) -> None:
@@ -132,7 +133,9 @@ def test_the_oldest_says_why_it_was_not_delivered(run: Run, state_file: Path) ->
         connection.execute("DELETE FROM records WHERE id = 'owed'")
     connection.close()
 
-    assert run().out.splitlines()[-1].endswith("3 attempts, last: refused: 404")
+    last = run().out.splitlines()[-1]
+    assert last.startswith("oldest given up: given")
+    assert last.endswith("3 attempts, last: refused: 404")
 
 
 def test_the_list_is_a_table_in_the_order_of_acceptance(state_file: Path, run: Run) -> None:
@@ -140,7 +143,7 @@ def test_the_list_is_a_table_in_the_order_of_acceptance(state_file: Path, run: R
 
     assert heading.split()[:3] == ["id", "phase", "status"]
     assert [line.split()[0] for line in lines] == ["queued", "delivered", "owed", "given\\x1b[31m"]
-    assert lines[0].split()[1:6] == ["queued", "STARTED", "-", "2", "-"] or "2" in lines[0].split()
+    assert lines[0].split()[1:5] == ["unfinished", "STARTED", "-", "2"]  # a file does not know what has started
     assert "\x1b" not in "".join(lines)
 
 
@@ -151,6 +154,11 @@ def test_the_list_can_be_of_what_is_owed_only(state_file: Path, run: Run) -> Non
         ("owed", "delivering"),
         (GIVEN_UP, "undelivered"),
     ]
+
+
+def test_the_list_can_be_of_what_is_still_tried_only(state_file: Path, run: Run) -> None:
+    assert [state["rollout_id"] for state in run("list", "--owed", "--json").json] == ["owed"]
+    assert [line.split()[:2] for line in run("list", "--owed").out.splitlines()[1:]] == [["owed", "owed"]]
 
 
 @pytest.mark.parametrize(("limit", "count", "hint"), [("2", 2, True), ("0", 4, False), ("100", 4, False)])
@@ -170,12 +178,15 @@ def test_one_record_is_shown_whole_without_keys(state_file: Path, run: Run) -> N
     assert shown["request"]["messages"]
     assert "SECRET" not in found.out + table.out
     assert ["run", "2"] in [line.split() for line in table.out.splitlines()]
+    assert ["phase", "unfinished"] in [line.split() for line in table.out.splitlines()]
+    assert "result_held" not in table.out, "there is no result that could be held"
 
 
 def test_the_shown_result_is_the_one_that_is_owed(state_file: Path, run: Run) -> None:
     shown = run("show", "owed", "--json").json
 
     assert shown["result"] == json.loads(make_result("owed"))
+    assert shown["result_held"] is True
     assert shown["callback_url"] == "http://trainer/v1/rollout/completed"
 
 
@@ -214,13 +225,25 @@ def test_a_file_that_is_not_there_is_not_made(run: Run, tmp_path: Path, argument
 
 
 @pytest.mark.parametrize("arguments", [(), ("redeliver", "--all")], ids=str)
-def test_a_damaged_file_is_named_and_left_where_it_is(run: Run, state_file: Path, arguments: tuple[str, ...]) -> None:
+def test_what_is_no_state_file_is_named_and_left_where_it_is(run: Run, state_file: Path, arguments: tuple[str, ...]) -> None:
     state_file.write_bytes(b"no database" * 100)
 
     printed = run(*arguments)
 
-    assert (printed.code, "state.db is damaged" in printed.err) == (1, True)
+    assert (printed.code, "state.db is not a state file" in printed.err) == (1, True)
     assert [part.name for part in state_file.parent.iterdir()] == ["state.db"]
+
+
+@pytest.mark.parametrize("actions", [[], ["list"], ["redeliver", "--all"]], ids=" ".join)
+@pytest.mark.parametrize("path", [".", "/", "sqlite:///."])
+def test_a_folder_is_no_state_file(path: str, actions: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["state", path, *actions]) == 1
+    assert capsys.readouterr().err.endswith(" is not a file\n")
+
+
+def test_the_file_may_be_named_as_the_setting_names_it(state_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["state", f"sqlite:///{state_file}", "list"]) == 0
+    assert "owed" in capsys.readouterr().out
 
 
 def test_damage_inside_is_an_error_of_the_file(run: Run, state_file: Path) -> None:
@@ -267,6 +290,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Run, state_file: Path, m
         ("show",),
         ("redeliver",),
         ("redeliver", "a", "--all"),
+        ("list", "--owed", "--undelivered"),
         ("forget",),
     ],
     ids=str,
@@ -311,15 +335,15 @@ def test_a_result_that_was_given_up_is_due_again(state_file: Path, run: Run) -> 
 def test_all_that_were_given_up_are_due_again(state_file: Path, run: Run) -> None:
     first, second = run("redeliver", "--all"), run("redeliver", "--all")
 
-    assert (first.code, first.out.split()[:5]) == (0, ["1", "results", "are", "due", "again:"])
-    assert second.out.startswith("0 results")
+    assert (first.code, first.out.split()[:5]) == (0, ["1", "result", "is", "due", "again:"])
+    assert second.out == "nothing was given up; 2 are still being delivered\n"
 
 
 def test_what_was_not_given_up_is_named(state_file: Path, run: Run) -> None:
     printed = run("redeliver", "owed", "nobody", GIVEN_UP)
 
     assert printed.code == 1
-    assert printed.out.startswith("1 results")
+    assert printed.out.startswith("1 result is")
     assert [line.split()[-1] for line in printed.err.splitlines()] == ["owed", "nobody"]
 
 

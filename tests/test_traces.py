@@ -153,12 +153,19 @@ async def test_leaving_flushes_and_ends_the_thread(tmp_path: Path) -> None:
 
 
 async def test_failures_are_logged_once_and_harm_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("in the way")
-    async with TraceWriter(tmp_path / "file") as writer:
+    async with TraceWriter(tmp_path / "traces") as writer:
+        (tmp_path / "traces").rmdir()
         for rollout_id in ("a", "b", "c"):
             writer.open_trace(rollout_id).write("chat")
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert str(tmp_path / "file") in caplog.text
+    assert str(tmp_path / "traces") in caplog.text
+
+
+async def test_a_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SettingsError, match=r"SERVER_DEBUG_DIR: '.*file' cannot be made: File exists"):
+        async with TraceWriter(tmp_path / "file"):
+            pass
 
 
 async def test_link_in_place_of_a_file_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import FOLDER, NEEDS_CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +24,8 @@ from rollout.agent.validator import AgentLoopValidationError, ValidationError, V
 from rollout.errors import RequestRejected
 from rollout.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, RolloutRequest
 
-CASES = Path(os.environ.get("ROLLOUT_CASES", Path(__file__).resolve().parents[2] / "shared" / "cases"))
-TOOL_FILES = sorted(CASES.glob("inputs/tools/*.json"))
-needs_cases = pytest.mark.skipif(not TOOL_FILES, reason=f"the handed cases are not there ({CASES}); set ROLLOUT_CASES")
+TOOL_FILES = sorted(FOLDER.glob("inputs/tools/*.json"))
+needs_cases = pytest.mark.skipif(not TOOL_FILES, reason=NEEDS_CASES)
 
 
 class Agent(RolloutAgentLoop):
@@ -421,7 +421,7 @@ def test_no_list_of_tools_makes_a_validation_raise_or_changes_it(tools: list[Any
 
 
 def expected_of(path: Path) -> str:
-    with (CASES / "INDEX.tsv").open(encoding="utf-8", newline="") as lines:
+    with (FOLDER / "INDEX.tsv").open(encoding="utf-8", newline="") as lines:
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         return next(row[3] for row in rows if row[0].endswith(f"tools/{path.name}"))
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from rollout.agent.loop import RolloutAgentLoop
 from rollout.errors import AgentLoadError
 
+_NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__file__, "<")
+"""How the files of frames begin that are not the user's: this package, and what imports modules."""
+_LACKS_RUN = re.compile(r"abstract class .*\brun\b")
 _EXAMPLE = "for example `my_agent:agent` for the variable `agent` in my_agent.py"
 
 
@@ -32,7 +37,7 @@ def load_agent(spec: str) -> RolloutAgentLoop:
     missing = missing_agent_parts(value)
     if missing:
         raise AgentLoadError(
-            f"{module_name}:{attribute} is a {type(value).__name__}, not an agent loop: "
+            f"{module_name}:{attribute} is of type {type(value).__name__}, not an agent loop: "
             f"it lacks {' and '.join(missing)}{_agents_here(module)}"
         )
     return cast("RolloutAgentLoop", value)
@@ -100,10 +105,12 @@ def _import_failed(module_name: str, exc: BaseException) -> str:
     if isinstance(exc, SyntaxError) and exc.filename:
         place = f"{exc.filename}, line {exc.lineno}"
     else:
-        frames = [frame for frame in traceback.extract_tb(exc.__traceback__) if "importlib" not in frame.filename]
-        own = [frame for frame in frames if frame.filename != __file__] or frames
-        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "an unknown place"
+        frames = traceback.extract_tb(exc.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)] or frames
+        place = f"{own[-1].filename}, line {own[-1].lineno}"
     text = exc.msg if isinstance(exc, SyntaxError) else str(exc)
+    if isinstance(exc, TypeError) and _LACKS_RUN.search(text):
+        text += "; write `async def run(self, ctx)`"
     what = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
     return f"module {module_name!r} was found, but importing it raised {what} ({place})"
 
@@ -124,7 +131,7 @@ def _find(module: ModuleType, attribute: str) -> Any:
 
 def _no_attribute(module: ModuleType, owner: object, walked: str, part: str) -> str:
     near = difflib.get_close_matches(part, [name for name in dir(owner) if not name.startswith("__")], 3)
-    hint = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    hint = f" (did you mean {' or '.join(repr(name) for name in near)}?)" if near else ""
     return f"{walked} has no attribute {part!r}{hint}{_agents_here(module)}"
 
 

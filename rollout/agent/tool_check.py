@@ -97,7 +97,9 @@ class _ToolCheck:
         if not isinstance(self.definition, (dict, msgspec.Struct)):
             plain_function = inspect.isroutine(self.definition)
             hint = "put @tool above it" if plain_function else "use @tool, a dict or a schema"
-            self._add("NOT_A_TOOL", f"{self.label} is a {type(self.definition).__name__}, not a tool", suggestion=hint)
+            self._add(
+                "NOT_A_TOOL", f"{self.label} is of type {type(self.definition).__name__}, not a tool", suggestion=hint
+            )
             return
         named = next((n for n in _possible_names(self.definition) if isinstance(n, str) and n), None)
         self.label += f" ({plain(named)!r})" if named else ""

@@ -180,10 +180,22 @@ def tools_to_wire(tools: Sequence[Any]) -> list[Any]:
     return [_to_wire(item, index) for index, item in enumerate(tools)]
 
 
+def tools_text(tools: Sequence[Any]) -> tuple[bytes, list[str]]:
+    """JSON of the definitions, and what of them JSON cannot hold; `TypeError` naming the index of what is no tool."""
+    return encode([msgspec.Raw(item._schema_text) if type(item) is Tool else item for item in _checked(tools)], "tools")
+
+
+def _checked(tools: Sequence[Any]) -> Sequence[Any]:
+    for index, item in enumerate(tools):
+        if not isinstance(item, (dict, msgspec.Struct, Tool)):
+            _to_wire(item, index)  # raises
+    return tools
+
+
 def _to_wire(item: Any, index: int) -> Any:
     if isinstance(item, (dict, msgspec.Struct)):
         return item
     if isinstance(item, Tool):
         return item.schema
     hint = "; put @tool above it" if isinstance(item, (types.FunctionType, types.MethodType)) else ""
-    raise TypeError(f"tools[{index}] is a {type(item).__name__}, not a tool, a dict or a schema{hint}")
+    raise TypeError(f"tools[{index}] is of type {type(item).__name__}, not a tool, a dict or a schema{hint}")

@@ -204,7 +204,7 @@ class _AgentCheck:
             return []
         if not isinstance(tools, list):
             hint = "return [] for no tools" if tools is None else "return a list"
-            text = f"get_tools() returned a {type(tools).__name__}, not a list"
+            text = f"get_tools() returned {type(tools).__name__}, not a list"
             self.add("GET_TOOLS_NOT_LIST", text, "$.get_tools", hint)
             return []
         return tools
@@ -218,6 +218,7 @@ class _AgentCheck:
         self.add("GET_TOOLS_FAILED", f"get_tools() raised {describe_error(exc)}", "$.get_tools", hint)
 
     def attribute(self, name: str) -> Any:
+        """What the agent has under the name; None if it has nothing, or reading it raises, which is noted."""
         try:
             return getattr(self._agent, name, None)
         except Exception as exc:

@@ -95,6 +95,11 @@ class Executor(abc.ABC):
     def capacity(self) -> Capacity:
         """How full it is now."""
 
+    @property
+    @abc.abstractmethod
+    def has_room(self) -> bool:
+        """Whether a job that is submitted now starts at once."""
+
     @abc.abstractmethod
     async def drain(self, grace_seconds: float) -> None:
         """Give what was submitted so long to end, then end the rest as "shutdown"; returns when all is reported."""

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from rollout.agent.outcome import Outcome
 from rollout.agent.runner import Cause, RolloutRun, ended_from_outside
 from rollout.executors.base import Capacity, Ended, Executor, Job, OnEnd, OnStart
+from rollout.executors.deadlines import Deadlines
 from rollout.metrics import Metrics
 from rollout.retry import Clock
 
@@ -23,13 +25,12 @@ Prepare = Callable[[Job], RolloutRun]
 class _Slot:
     """One job here, from `submit()` until it is reported."""
 
-    __slots__ = ("ended", "grace", "job", "run", "task", "timer")
+    __slots__ = ("ended", "grace", "job", "run", "task")
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.run: RolloutRun | None = None
         self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
         self.ended = False
 
@@ -66,9 +67,21 @@ class LocalExecutor(Executor):
     async def start(self, on_start: OnStart, on_end: OnEnd) -> None:
         self._on_start, self._on_end = on_start, on_end
         self._loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines(self._loop, self._clock, self._deadline_of, self._expire)
+
+    def _deadline_of(self, rollout_id: str) -> float | None:
+        slot = self._slots.get(rollout_id)
+        return None if slot is None else slot.job.deadline
+
+    def _expire(self, rollout_id: str) -> None:
+        self.cancel(rollout_id, Cause.TIMEOUT)
 
     def capacity(self) -> Capacity:
         return Capacity(limit=self._limit, running=self._running, queued=len(self._slots) - self._running)
+
+    @property
+    def has_room(self) -> bool:
+        return self._running < self._limit
 
     def turn(self, rollout_id: str) -> int:
         slot = self._slots.get(rollout_id)
@@ -82,8 +95,7 @@ class LocalExecutor(Executor):
         self._unreported += 1
         self._quiet.clear()
         if job.deadline is not None:
-            seconds = max(0.0, job.deadline - self._clock())
-            slot.timer = self._loop.call_later(seconds, self.cancel, job.rollout_id, Cause.TIMEOUT)
+            self._deadlines.add(job.rollout_id, job.deadline)
         if self._running < self._limit:
             self._launch(slot)
         else:
@@ -93,8 +105,8 @@ class LocalExecutor(Executor):
         self._running += 1
         slot.task = self._own(self._drive(slot))
 
-    def _own(self, coroutine: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._loop.create_task(coroutine)  # type: ignore[arg-type]
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -133,10 +145,9 @@ class LocalExecutor(Executor):
         if slot.ended:
             return False
         slot.ended = True
-        for timer in (slot.timer, slot.grace):
-            if timer is not None:
-                timer.cancel()
-        slot.timer = slot.grace = None
+        if slot.grace is not None:
+            slot.grace.cancel()
+            slot.grace = None
         del self._slots[slot.job.rollout_id]
         if slot.task is None:
             del self._queue[slot.job.rollout_id]
@@ -204,6 +215,7 @@ class LocalExecutor(Executor):
         await self._quiet.wait()
 
     async def stop(self) -> None:
+        self._deadlines.stop()
         for slot in list(self._slots.values()):
             self._release(slot)
         for task in list(self._tasks):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from rollout.agent.runner import Cause
-from rollout.agent.tools import tools_to_wire
+from rollout.agent.tools import tools_text
 from rollout.errors import (
     GetToolsFailed,
     InvalidRequest,
@@ -29,7 +29,6 @@ from rollout.requests import InitRequest, Received
 from rollout.schemas import RolloutRequest
 from rollout.state.registry import Admission, Registry, init_answer
 from rollout.tracing import TraceContext
-from rollout.wire import encode
 
 logger = logging.getLogger(__name__)
 
@@ -163,12 +162,11 @@ class Admissions:
             self._fail(admission, exc)
             return
         accepted = self._clock()
-        capacity = self._executor.capacity()
         self._executor.submit(
             Job(
                 request=request,
                 # What waits is kept as text only: decoded, a conversation takes several times the room.
-                view=view if capacity.running < capacity.limit else None,
+                view=view if self._executor.has_room else None,
                 tools=tools,
                 accepted=accepted,
                 deadline=self._deadline(request, accepted),
@@ -209,10 +207,9 @@ def _tools_text(tools: Any) -> bytes:
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise GetToolsFailed(f"the agent's get_tools() returned {type(tools).__name__}, not a list of tools")
     try:
-        wire = tools_to_wire(tools)
+        text, problems = tools_text(tools)
     except TypeError as exc:
         raise GetToolsFailed(f"the agent's get_tools() returned a list with something that is no tool: {exc}") from None
-    text, problems = encode(wire, "tools")
     if problems:
         raise GetToolsFailed(f"the agent's tools cannot be sent: {'; '.join(problems)[:1000]}")
     return text

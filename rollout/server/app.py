@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,9 +17,11 @@ from rollout.logs import quiet_malformed_requests
 from rollout.server.middlewares import edge
 from rollout.server.routes import Routes
 from rollout.server.service import Service
-from rollout.settings import RolloutSettings
+from rollout.settings import RolloutSettings, variables_in
 from rollout.state.memory import MemoryStore
 from rollout.state.store import Store
+
+logger = logging.getLogger(__name__)
 
 SERVICE = web.AppKey("rollout_service", Service)
 """Where the application keeps its service: `app[SERVICE]`."""
@@ -54,15 +58,14 @@ def create_app(
 ) -> web.Application:
     """An application with all the paths of the protocol, to be run alone or mounted with `add_subapp("/any", app)`.
 
-    Without `settings` the environment is not read: the defaults hold, so embedding never surprises. The four named
-    after settings override them. `on_startup` runs before the first rollout is accepted, `on_shutdown` after the last
-    one has ended. Raises `AgentLoadError` if the agent is none; `validate_agent_loop()` looks closer.
+    Without `settings` the environment is not read: the defaults hold, so embedding never surprises;
+    `RolloutSettings.from_env()` reads it. The four named after settings override them. `on_startup` runs before the
+    first rollout is accepted, `on_shutdown` after the last one has ended. Raises `AgentLoadError` if the agent is none;
+    `validate_agent_loop()` looks closer.
     """
-    missing = ["an instance, not the class"] if isinstance(agent, type) else missing_agent_parts(agent)
-    if missing:
-        raise AgentLoadError(f"{agent!r} cannot be served: it lacks {', '.join(missing)}")
-    settings = _override(
-        RolloutSettings() if settings is None else settings,
+    _check_agent(agent)
+    settings = override(
+        _defaults() if settings is None else _checked(settings),
         max_concurrent_rollouts=max_concurrent,
         record_ttl_seconds=record_ttl_seconds,
         api_key=api_key,
@@ -81,7 +84,36 @@ def create_app(
     return app
 
 
-def _override(settings: RolloutSettings, **given: Any) -> RolloutSettings:
+def _check_agent(agent: Any) -> None:
+    if isinstance(agent, type):
+        raise AgentLoadError(f"{agent.__name__} is a class, and an instance is needed: {agent.__name__}()")
+    if isinstance(agent, str):
+        raise AgentLoadError(f"{agent!r} is a text, and an agent is needed: use load_agent({agent!r})")
+    if missing := missing_agent_parts(agent):
+        raise AgentLoadError(f"{agent!r} cannot be served: it lacks {', '.join(missing)}")
+
+
+def _defaults() -> RolloutSettings:
+    ignored = variables_in(os.environ)
+    if ignored:
+        logger.warning(
+            "create_app() was given no settings and reads no environment, so these do nothing: %s; "
+            "if they should, pass RolloutSettings.from_env()",
+            ", ".join(ignored),
+        )
+    return RolloutSettings()
+
+
+def _checked(settings: object) -> RolloutSettings:
+    if isinstance(settings, RolloutSettings):
+        return settings
+    part = str(getattr(settings, "section", ""))  # those of a server or a client alone are easily taken for all
+    hint = f"pass RolloutSettings({part}=...)" if part else "pass RolloutSettings(...)"
+    raise SettingsError(f"the settings are not RolloutSettings but {type(settings).__name__}: {hint}")
+
+
+def override(settings: RolloutSettings, **given: Any) -> RolloutSettings:
+    """The settings with these of the server's over them; None leaves one as it is."""
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         return settings

@@ -216,7 +216,8 @@ class Service:
         """What becomes of results that have not been delivered when the process ends, for people."""
         if not self.registry.store.is_durable:
             return "lost: the state is in memory"
-        return f"kept in {self.settings.server.state_url.removeprefix('sqlite:///')}"
+        url = self.settings.server.state_url
+        return f"kept in {url.removeprefix('sqlite:///') if url.startswith('sqlite:') else 'the store'}"
 
     async def _wait_until_written(self) -> None:
         try:

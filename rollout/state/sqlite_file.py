@@ -65,7 +65,7 @@ def reopen_file(path: Path, *, wait_seconds: float = WAIT_SECONDS) -> sqlite3.Co
     try:
         return _connect(path, wait_seconds)
     except sqlite3.DatabaseError as exc:
-        raise StoreError(f"{path} is damaged: {exc}") from None
+        raise StoreError(_damage(path, exc)) from None
 
 
 @contextlib.contextmanager
@@ -82,9 +82,15 @@ def reading(path: Path, *, wait_seconds: float = 0.0) -> Iterator[sqlite3.Connec
         yield connection
         _remove_leftovers(new)
     except sqlite3.DatabaseError as exc:
-        raise StoreError(f"{path} is damaged: {exc}") from None
+        raise StoreError(_damage(path, exc)) from None
     finally:
         connection.close()
+
+
+def _damage(path: Path, exc: sqlite3.DatabaseError) -> str:
+    if getattr(exc, "sqlite_errorname", "") == "SQLITE_NOTADB":
+        return f"{path} is not a state file, or its beginning is damaged"
+    return f"{path} is damaged: {exc}"
 
 
 def _remove_leftovers(parts: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,16 +11,17 @@ from msgspec import UNSET, UnsetType
 
 from rollout.wire import JSON, encode_strict
 
+_PROCESS = uuid.uuid4().hex[:8]
 _numbers = itertools.count(1)
 
 
 def make_request(**overrides: JSON) -> dict[str, Any]:
-    """A valid RolloutRequest. Each has a new `rollout_id`; nothing listens at its `server_url`.
+    """A valid RolloutRequest. Each has a `rollout_id` that is new in any process; nothing listens at its `server_url`.
 
     `overrides` add or replace fields; `msgspec.UNSET` leaves one out.
     """
     request = {
-        "rollout_id": f"rollout-{next(_numbers)}",
+        "rollout_id": f"rollout-{_PROCESS}-{next(_numbers)}",
         "server_url": "http://127.0.0.1:1",
         "messages": [{"role": "user", "content": "What is 2 + 2?"}],
         "completion_params": {"temperature": 0.7, "max_tokens": 256},

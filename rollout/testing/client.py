@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 import msgspec
+from yarl import URL
 
 from rollout.testing.mock_trainer import MockTrainer
 from rollout.testing.script import Answers
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
 INIT_PATH = "/v1/rollout/init"
+_STATUS_SECONDS = 2.0
 
 
 class CanPost(Protocol):
@@ -64,6 +67,35 @@ async def _post(session: CanPost, url: str, request: JSON, api_key: str | None) 
         return ReadResponse(response.status, response.headers, await response.read())
 
 
+async def _where_it_stands(target: str | CanPost, rollout_id: str, api_key: str | None) -> str:
+    """What the service says of a rollout whose result has not come."""
+    path = f"/v1/rollout/status/{quote(rollout_id, safe='')}"
+    try:
+        async with asyncio.timeout(_STATUS_SECONDS):
+            answer = await _get(target, path, api_key)
+        state: Any = answer.json
+        phase = state["phase"]
+    except Exception as exc:
+        return f"asking for its status failed, too: {type(exc).__name__}: {exc}"
+    if phase == "delivered":
+        return (
+            f"the result of {rollout_id!r} was already delivered, before or to another trainer: take a new rollout_id"
+        )
+    error = state.get("last_delivery_error")
+    return f"the service has it in the phase {phase!r}" + (f": {error}" if error else "")
+
+
+async def _get(target: str | CanPost, path: str, api_key: str | None) -> ReadResponse:
+    from aiohttp import ClientSession
+
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    async with contextlib.AsyncExitStack() as stack:
+        session: Any = await stack.enter_async_context(ClientSession()) if isinstance(target, str) else target
+        url = URL((target.rstrip("/") if isinstance(target, str) else "") + path, encoded=True)
+        async with session.get(url, headers=headers) as response:
+            return ReadResponse(response.status, response.headers, await response.read())
+
+
 async def drive(
     target: str | CanPost,
     request: Mapping[str, Any],
@@ -77,7 +109,7 @@ async def drive(
 
     Without a `trainer` one is started for this rollout, and its chats get `answers`. The `server_url` of the request
     becomes the trainer's, unless it is below it already. `RuntimeError` if the init is not accepted, `TimeoutError` if
-    no result comes.
+    no result comes; it says where the service has the rollout.
     """
     async with contextlib.AsyncExitStack() as stack:
         if trainer is None:
@@ -90,6 +122,10 @@ async def drive(
             accepted = await post_init(target, request, api_key=api_key)
         if accepted.status != 202:
             raise RuntimeError(f"init was answered {accepted.status}: {accepted.body[:500]!r}")
-        callback = await trainer.wait_completed(request["rollout_id"], timeout, accepted=True)
+        try:
+            callback = await trainer.wait_completed(request["rollout_id"], timeout, accepted=True)
+        except TimeoutError as exc:
+            where = await _where_it_stands(target, request["rollout_id"], api_key)
+            raise TimeoutError(f"{exc}; {where}") from None
     response: dict[str, Any] = callback.json
     return response
