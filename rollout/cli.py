@@ -108,6 +108,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default="asyncio",
         help="event loop; auto takes uvloop if it is installed (default: asyncio)",
     )
+    parser.add_argument(
+        "--gc",
+        choices=("tuned", "python", "off"),
+        default="tuned",
+        help="garbage collector: tuned for many live rollouts, as Python sets it, or off (default: tuned)",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
@@ -176,7 +182,7 @@ def _serve(options: argparse.Namespace) -> int:
     from rollout.server.app import override
 
     settings = override(settings, agent=options.agent, host=options.host, port=options.port)
-    serve_agent_loop(load_agent(settings.server.agent), settings, loop=options.loop)
+    serve_agent_loop(load_agent(settings.server.agent), settings, loop=options.loop, gc=options.gc)
     return EXIT_OK
 
 

@@ -38,7 +38,7 @@ class Tool:
         elif isinstance(function, Tool):
             function = function.function
         if not callable(function):
-            raise TypeError(f"a tool is made of a function, not of a {type(function).__name__}")
+            raise TypeError(f"a tool is made of a function, not of {type(function).__name__}")
         self.function: Callable[..., Any] = function
         self.shape = function_shape(function, parameters, frame_names or {})
         self.name = _tool_name(function) if name is None else name
