@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -11,10 +12,25 @@ from msgspec import Raw
 from rollout.errors import BadCompletion, TrainerRefused, TrainerUnavailable
 from rollout.retry import parse_retry_after
 from rollout.schemas import COMPLETION_DEFAULTS, CompletionsChoice, MessageDict, decode_completion
-from rollout.wire import JSON, canonical_digest, encode, encode_strict, nests_deeper
+from rollout.wire import (
+    JSON,
+    MAX_SLOW_NUMBERS,
+    canonical_digest,
+    encode,
+    encode_strict,
+    holds_too_many_containers,
+    is_json,
+    is_slow_to_decode,
+    nests_deeper,
+)
+
+logger = logging.getLogger(__name__)
 
 EXCERPT_CHARACTERS = 1000
 """How much of a trainer's text an error repeats."""
+
+_LONGEST_ERROR_BODY = 1 << 20
+_SHORTEST_SECRET = 4
 
 RETRIED_STATUSES = frozenset({408, 425, 429})
 
@@ -42,19 +58,29 @@ class CompletionsResult:
         self.message: MessageDict = choice.message
 
     @classmethod
-    def from_body(cls, body: bytes) -> CompletionsResult:
-        """The result in the body of a 2xx answer; `BadCompletion` naming the cause if there is no usable choice."""
+    def from_body(cls, body: bytes, secrets: Collection[str] = ()) -> CompletionsResult:
+        """The result in the body of a 2xx answer; `BadCompletion` naming the cause if there is no usable choice.
+
+        What the error repeats of the answer is without the `secrets`.
+        """
+        if is_slow_to_decode(body):
+            raise BadCompletion(
+                f"the trainer's answer holds more than {MAX_SLOW_NUMBERS} numbers with such exponents as 1e300"
+            )
+        if holds_too_many_containers(body):
+            raise BadCompletion("the trainer's answer holds too many objects and arrays")
         try:
             answer = decode_completion(body)
         except msgspec.ValidationError as exc:
-            raise BadCompletion(f"the trainer's answer is no chat completion ({exc}): {excerpt(body)}") from None
+            said = excerpt(body, secrets)
+            raise BadCompletion(f"the trainer's answer is no chat completion ({exc}): {said}") from None
         except (msgspec.DecodeError, RecursionError):
-            answer = decode_leniently(body)
+            answer = decode_leniently(body, secrets)
         if nests_deeper(body):
             raise BadCompletion("the trainer's answer nests too deep")
         usable = [c for c in answer.choices or () if isinstance(c.message, dict)]
         if not usable:
-            raise BadCompletion(f"{_why_unusable(answer)}: {excerpt(body)}")
+            raise BadCompletion(f"{without(secrets, _why_unusable(answer))}: {excerpt(body, secrets)}")
         return cls(answer, next((c for c in usable if c.index == 0), usable[0]))
 
     @property
@@ -112,7 +138,7 @@ class CompletionsResult:
         return f"CompletionsResult(finish_reason={self.finish_reason!r}, tool_calls={len(self.tool_calls)})"
 
 
-def decode_leniently(body: bytes) -> Any:
+def decode_leniently(body: bytes, secrets: Collection[str] = ()) -> Any:
     """The answer once more, with lone surrogates replaced; `BadCompletion` if that was not what was wrong.
 
     Models cut an emoji in half now and then; Python's trainers escape the half as it is, and a strict decoder refuses
@@ -126,7 +152,7 @@ def decode_leniently(body: bytes) -> Any:
         value = json.loads(body, parse_constant=_no_constant)
         return decode_completion(encode_strict(plain(value)))
     except (ValueError, RecursionError):
-        raise BadCompletion(f"the trainer's answer is not JSON: {excerpt(body) or 'empty'}") from None
+        raise BadCompletion(f"the trainer's answer is not JSON: {excerpt(body, secrets) or 'empty'}") from None
 
 
 def _no_constant(name: str) -> JSON:
@@ -162,17 +188,29 @@ def usage_tokens(usage: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
-def excerpt(body: bytes) -> str:
-    """What the trainer wants to say, bounded: the message of an error body in a usual place, else the text."""
+def without(secrets: Collection[str], text: str) -> str:
+    """The text with *** in the place of each secret that is long enough to be one."""
+    for secret in secrets:
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, "***")
+    return text
+
+
+def excerpt(body: bytes, secrets: Collection[str] = ()) -> str:
+    """What the trainer wants to say, bounded: the message of an error body in a usual place, else the text.
+
+    A trainer may repeat the key that it was sent: the `secrets` do not get past here.
+    """
     text: JSON = None
-    if len(body) <= 1 << 20:
+    if len(body) <= _LONGEST_ERROR_BODY and not is_slow_to_decode(body):
         try:
             text = _error_text(msgspec.json.decode(body))
         except (ValueError, RecursionError):
             text = None
     if not isinstance(text, str) or not text:
-        text = body[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
-    line = " ".join(text.split())
+        most = 4 * EXCERPT_CHARACTERS
+        text = without(secrets, body[: most + sum(map(len, secrets))].decode("utf-8", "replace"))[:most]
+    line = without(secrets, " ".join(text.split()))
     return line if len(line) <= EXCERPT_CHARACTERS else line[:EXCERPT_CHARACTERS] + "..."
 
 
@@ -188,9 +226,11 @@ def _error_text(value: JSON) -> str | None:
     return None
 
 
-def error_of(status: int, body: bytes, retry_after: str | None, where: str) -> TrainerUnavailable | TrainerRefused:
+def error_of(
+    status: int, body: bytes, retry_after: str | None, where: str, secrets: Collection[str] = ()
+) -> TrainerUnavailable | TrainerRefused:
     """The typed error of an answer that is not 2xx; `where` names the call ("chat completions", "completed")."""
-    said = excerpt(body)
+    said = excerpt(body, secrets)
     text = f"the trainer answered {status} to {where}" + (f": {said}" if said else "")
     if status in RETRIED_STATUSES or status >= 500:
         return TrainerUnavailable(text, status, parse_retry_after(retry_after))
@@ -205,7 +245,10 @@ def encode_call(messages_text: bytes, rollout_id: str, params: Mapping[str, Any]
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
     head = b'{"messages":' + messages_text + b',"rollout_id":' + encode_strict(rollout_id) + b","
-    return head + encode(body)[0][1:]
+    text, lost = encode(body, "parameters")
+    if lost:
+        logger.warning("rollout %r: parameters that JSON cannot hold: %s", rollout_id, "; ".join(lost))
+    return head + text[1:]
 
 
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
@@ -230,9 +273,14 @@ class History:
         self.answer: MessageDict | None = None
         self.rewrites = 0
 
-    def text_of(self, messages: Sequence[MessageDict]) -> bytes:
-        """JSON of the messages, made sendable where need be."""
-        return encode(messages)[0]
+    def text_of(self, messages: Sequence[MessageDict]) -> tuple[bytes, list[str]]:
+        """JSON of the messages, made sendable where need be, and what that cost; `TypeError` where they are no list."""
+        text, lost = encode(messages, "messages")
+        if not text.startswith(b"["):
+            raise TypeError(f"messages must be a list of objects, not {type(messages).__name__}")
+        if Raw in map(type, messages) and not is_json(text):
+            raise TypeError("messages holds a msgspec.Raw that is not JSON")
+        return text, lost
 
     def continues(self, text: bytes) -> bool:
         """Whether the messages in `text` start with those sent before, as JSON values."""
@@ -252,7 +300,7 @@ class History:
 
     def reached(self) -> Raw:
         """The last messages sent and their answer, as a JSON array."""
-        if self.sent is None:
+        if self.sent is None or not self.sent.startswith(b"["):
             return Raw(b"[]")
         if self.answer is None:
             return Raw(self.sent)

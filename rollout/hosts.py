@@ -115,6 +115,10 @@ class AllowedHosts(Struct, frozen=True, kw_only=True):
                 f"the host {host!r} with port {port} is not on the list of allowed hosts - at `$.{field}`"
             )
 
+    def allows_resolved(self, host: str, ip: str, port: int) -> bool:
+        """Whether a connection to this address of the host may be made: by the host's name, or by the address."""
+        return self.allows_name(host, port) or self.allows_address(ip, port)
+
     def _lists(self, name: str, port: int) -> bool:
         ports = self.names.get(name)
         return ports is not None and (None in ports or port in ports)

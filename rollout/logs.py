@@ -7,8 +7,10 @@ process; a service that is embedded leaves logging to its host, and may use the 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import sys
+import threading
 import time
 from typing import Any, Literal, TextIO
 
@@ -18,6 +20,8 @@ from rollout.wire import encode, encode_strict
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has; whatever else it has was given as `extra`."""
+
+codecs.lookup("unicode_escape")  # loaded from a file, which a process out of descriptors could not open
 
 _INDENT = "    "
 _FLUSH_SECONDS = 0.05
@@ -142,13 +146,16 @@ def quiet_malformed_requests() -> None:
 class BufferedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic for the checker only
     """Writes what has gathered in a twentieth of a second in one go; from WARNING on at once, with what came before.
 
-    A write for every line would cost more than making it. Outside an event loop nothing is held back; what is held at
-    the end is written by `logging.shutdown()`, which runs when the interpreter exits.
+    A write for every line would cost more than making it. Outside the main thread's event loop nothing is held back:
+    other loops may end at any moment. What is held at the end is written by `logging.shutdown()`, which runs when the
+    interpreter exits.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._lines: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._due = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a line; called under the handler's lock."""
@@ -161,20 +168,24 @@ class BufferedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # gener
             self.flush()
 
     def _flush_later(self) -> bool:
-        """Whether somebody will flush: a timer of the loop that runs on this thread."""
-        if len(self._lines) > 1:
-            return True
+        """Whether somebody will flush in time: a timer of the main thread's loop, unless that has stopped or hangs."""
+        if self._loop is not None:
+            return self._loop.is_running() and time.monotonic() < self._due
+        if threading.current_thread() is not threading.main_thread():
+            return False
         try:
-            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
+            loop = asyncio.get_running_loop()
         except RuntimeError:
             return False
+        loop.call_later(_FLUSH_SECONDS, self.flush)
+        self._loop, self._due = loop, time.monotonic() + _FLUSH_SECONDS
         return True
 
     def flush(self) -> None:
         """Write what is held."""
         self.acquire()
         try:
-            lines, self._lines = self._lines, []
+            lines, self._lines, self._loop = self._lines, [], None
             if lines:
                 self.stream.write("\n".join(lines) + "\n")
             super().flush()

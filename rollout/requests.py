@@ -11,7 +11,19 @@ from yarl import URL
 
 from rollout.errors import InvalidJSON, InvalidRequest
 from rollout.schemas import MAX_ID_LENGTH, CancelRequest, RolloutRequest
-from rollout.wire import check_body
+from rollout.wire import (
+    MAX_CONTAINERS,
+    MAX_SLOW_NUMBERS,
+    check_body,
+    holds_too_many_containers,
+    is_slow_to_decode,
+)
+
+MAX_MESSAGES = 100_000
+"""How many messages an init may hold."""
+
+MAX_CANCELLED_IDS = 100_000
+"""How many ids one cancel may name."""
 
 # ---------------------------------------------------------------- addresses
 
@@ -124,6 +136,10 @@ class InitRequest(Struct, kw_only=True, frozen=True, gc=False):
         """Where the agent's tools are served, if the request says so."""
         return None if self.tool_server_url is None else _full_url(self.tool_server_url, "tool_server_url")
 
+    def secrets(self) -> tuple[str, ...]:
+        """The keys of the trainer, which no text of ours may repeat."""
+        return tuple(key for key in (self.api_key, self.llm_api_key) if key is not None)
+
     def view(self) -> RolloutRequest:
         """A new RolloutRequest that shares nothing mutable with this one or with any other view."""
         return self._view(_decode_messages(self.messages), _decode_object(self.completion_params))
@@ -228,7 +244,19 @@ def receive(body: bytes, metadata_limit_bytes: int) -> Received:
         raise InvalidJSON("the body nests too deep" if isinstance(exc, RecursionError) else str(exc)) from None
     check_body(body)
     request = _checked(request, metadata_limit_bytes)
-    return Received(request, _view_of(request))
+    _check_cost(body)
+    view = _view_of(request)
+    if len(view.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"{len(view.messages)} messages, the limit is {MAX_MESSAGES} - at `$.messages`")
+    return Received(request, view)
+
+
+def _check_cost(body: bytes) -> None:
+    """Refuse what would hold up every other request while it is decoded. Up to here, nothing has been."""
+    if is_slow_to_decode(body):
+        raise InvalidRequest(f"the body holds more than {MAX_SLOW_NUMBERS} numbers with such exponents as 1e300")
+    if holds_too_many_containers(body):
+        raise InvalidRequest(f"the body holds more than {MAX_CONTAINERS} objects and arrays")
 
 
 def _must_be_json(body: bytes) -> None:
@@ -317,4 +345,6 @@ def parse_cancel(body: bytes) -> CancelRequest:
     check_body(body)
     if sum(getattr(request, f) is not UNSET for f in ("ids", "prefix", "all")) != 1 or request.all is False:
         raise InvalidRequest('exactly one of {"ids": [...]}, {"prefix": "..."} and {"all": true} is needed')
+    if isinstance(request.ids, list) and len(request.ids) > MAX_CANCELLED_IDS:
+        raise InvalidRequest(f"{len(request.ids)} ids, the limit is {MAX_CANCELLED_IDS} - at `$.ids`")
     return request

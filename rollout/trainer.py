@@ -7,19 +7,23 @@ import errno
 import functools
 import io
 import logging
+import re
+import socket
 import time
 import urllib.parse
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from msgspec import Struct
 from yarl import URL
 
 from rollout.completions import CompletionsResult, SentMessages, encode_call, error_of, usage_tokens
 from rollout.errors import BadCompletion, RolloutError, TrainerRefused, TrainerTimeout, TrainerUnreachable
+from rollout.hosts import AllowedHosts, parse_address
 from rollout.metrics import Metrics
 from rollout.retry import Clock, RetryPolicy, with_retries
 from rollout.schemas import MessageDict
@@ -29,8 +33,14 @@ from rollout.wire import encode
 
 logger = logging.getLogger(__name__)
 
-ANSWER_LIMIT_BYTES = 256 * 1024 * 1024
+ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
 """A longer answer is cut off and refused: no trainer means it, and no process survives many of them."""
+
+_UNPACKED_BYTES = 8 * 1024 * 1024
+_UNPACKED_RATIO = 100
+"""An answer may unpack to so many bytes, or to so many times what came: beyond both it is a bomb."""
+
+_LONGEST_HEADER_BYTES = 64 * 1024
 
 _CONNECT_SECONDS = 10.0
 _KEEPALIVE_SECONDS = 4.0  # below the 5 s after which common servers close an idle connection
@@ -44,7 +54,10 @@ _CONNECT_PROBLEMS = {
     errno.ENETUNREACH: "no network leads to",
     errno.ETIMEDOUT: "no answer from",
 }
-_JSON_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+_QUOTED_BYTES = re.compile(r"""\s+b['"].*""", re.DOTALL)
+"""What a parser's error repeats of what came: a trainer may have put the key there."""
+
+_JSON_HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "gzip"}
 
 
 class _Answer(Struct):
@@ -52,6 +65,35 @@ class _Answer(Struct):
     content_type: str
     retry_after: str | None
     body: bytes
+
+
+class HostRefused(OSError):
+    """None of the addresses that a name has now is on the list of allowed hosts."""
+
+
+class AllowedResolver(AbstractResolver):
+    """Resolves a name to those of its addresses that the list allows: it may have others than at its init.
+
+    An address in the place of a name never comes here; `Trainer` asks for it before the call.
+    """
+
+    def __init__(self, hosts: AllowedHosts, resolver: AbstractResolver) -> None:
+        self._hosts = hosts
+        self._resolver = resolver
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The allowed addresses; `HostRefused` if there is none."""
+        found = await self._resolver.resolve(host, port, family)
+        allowed = [entry for entry in found if self._hosts.allows_resolved(host, entry["host"], port)]
+        if not allowed:
+            raise HostRefused(f"no address of {host!r} is on the list of allowed hosts any more")
+        return allowed
+
+    async def close(self) -> None:
+        """Close the resolver behind this one."""
+        await self._resolver.close()
 
 
 class Trainer:
@@ -75,6 +117,7 @@ class Trainer:
         self.metrics = metrics
         self.clock = clock
         self._settings = settings
+        self._hosts = AllowedHosts.parse(settings.allowed_hosts)
         self._resolver = resolver
         self._http: aiohttp.ClientSession | None = None
 
@@ -84,15 +127,20 @@ class Trainer:
             connector=aiohttp.TCPConnector(
                 limit=self._settings.max_connections,
                 keepalive_timeout=_KEEPALIVE_SECONDS,
-                # Named, because an installed aiodns would silently take its place.
-                resolver=self._resolver if self._resolver is not None else ThreadedResolver(),
+                resolver=self._make_resolver(),
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, _CONNECT_SECONDS)),
-            auto_decompress=True,
+            max_line_size=_LONGEST_HEADER_BYTES,
+            max_field_size=_LONGEST_HEADER_BYTES,
             trust_env=False,
         )
         return self
+
+    def _make_resolver(self) -> AbstractResolver:
+        # Named, because an installed aiodns would silently take its place.
+        resolver = ThreadedResolver() if self._resolver is None else self._resolver
+        return resolver if self._hosts.allows_everything else AllowedResolver(self._hosts, resolver)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
@@ -115,23 +163,37 @@ class Trainer:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
             raise self._failure(exc) from exc
 
-    async def deliver(self, url: URL, body: bytes, headers: dict[str, str]) -> None:
-        """One POST of a terminal result. Returns when the status line says 2xx, whatever comes after it."""
+    async def deliver(self, url: URL, body: bytes, headers: dict[str, str], secrets: Collection[str] = ()) -> None:
+        """One POST of a terminal result. Returns when the status line says 2xx, whatever comes after it.
+
+        The body of the answer is not unpacked: what it says is of use only if it is an error in plain text.
+        """
+        headers = {**headers, "Accept-Encoding": "identity"}
         try:
-            async with self._open(url, body, headers) as response:
+            async with self._open(url, body, headers, auto_decompress=False) as response:
                 status, retry_after = response.status, response.headers.get("Retry-After")
                 said = await _drain(response)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+            if _says_well_done(exc):
+                return
             raise self._failure(exc) from exc
         if not 200 <= status < 300:
-            raise error_of(status, said, retry_after, "the result")
+            raise error_of(status, said, retry_after, "the result", secrets)
 
-    def _open(self, url: URL, body: bytes, headers: dict[str, str]) -> Any:
+    def _open(self, url: URL, body: bytes, headers: dict[str, str], auto_decompress: bool = True) -> Any:
         if self._http is None:
             raise TrainerUnreachable("the client session is closed")
+        if not self._hosts.allows_everything:
+            self._check_address(url)
         # From 1 MiB on aiohttp warns about bytes that are written at once; a file object goes out in pieces.
         data = body if len(body) < 1 << 20 else io.BytesIO(body)
-        return self._http.post(url, data=data, headers=headers, allow_redirects=False)
+        return self._http.post(url, data=data, headers=headers, allow_redirects=False, auto_decompress=auto_decompress)
+
+    def _check_address(self, url: URL) -> None:
+        """Refuse an address that the list does not allow: it was checked at the init, maybe by an earlier process."""
+        host, port = url.raw_host or "", url.port or 0
+        if parse_address(host) is not None and not self._hosts.allows_address(host, port):
+            raise TrainerRefused(f"the host {host!r} with port {port} is not on the list of allowed hosts", 0)
 
     def _failure(self, exc: Exception) -> TrainerUnreachable:
         if isinstance(exc, TimeoutError):
@@ -139,6 +201,14 @@ class Trainer:
         failure = TrainerUnreachable(f"the trainer cannot be reached: {_describe(exc)}")
         failure.stale_connection = _was_closed(exc)
         return failure
+
+
+def _says_well_done(exc: Exception) -> bool:
+    """Whether the connection went away after a status line with 2xx: that alone is an acknowledgement."""
+    if not isinstance(exc, aiohttp.ServerDisconnectedError):
+        return False
+    code = getattr(exc.message, "code", None)
+    return isinstance(code, int) and 200 <= code < 300
 
 
 def _was_closed(exc: Exception) -> bool:
@@ -153,7 +223,10 @@ def _describe(exc: Exception) -> str:
     if isinstance(exc, aiohttp.ClientConnectorError) and not isinstance(exc, aiohttp.ClientSSLError):
         place = f"[{exc.host}]:{exc.port}" if ":" in exc.host else f"{exc.host}:{exc.port}"
         if isinstance(exc, aiohttp.ClientConnectorDNSError):
-            return f"the name {exc.host!r} is not known ({exc.strerror or exc.os_error})"
+            refused = isinstance(exc.os_error, HostRefused)
+            return (
+                str(exc.os_error) if refused else f"the name {exc.host!r} is not known ({exc.strerror or exc.os_error})"
+            )
         if exc.errno in _CONNECT_PROBLEMS:
             return f"{_CONNECT_PROBLEMS[exc.errno]} {place}"
     if isinstance(exc, aiohttp.ServerDisconnectedError):
@@ -161,12 +234,15 @@ def _describe(exc: Exception) -> str:
     if isinstance(exc, OSError) and exc.errno in (errno.ECONNRESET, errno.EPIPE):
         return "the connection was reset"
     text = str(exc) if isinstance(exc, (OSError, aiohttp.ClientError)) else ""
+    if isinstance(exc, aiohttp.ClientResponseError):  # its own text has the URL, and so what the query may hold
+        text = f"{exc.status} {exc.message}"
+    text = " ".join(_QUOTED_BYTES.sub("", text).split())
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     content = response.content
-    if content.is_eof() and content.exception() is None and content.total_bytes <= ANSWER_LIMIT_BYTES:
+    if content.is_eof() and content.exception() is None and content.total_bytes <= _UNPACKED_BYTES:
         return content.read_nowait(-1)  # it came with the headers, as short ones do
     parts: list[bytes] = []
     size = 0
@@ -175,6 +251,9 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
         if size > ANSWER_LIMIT_BYTES:
             response.close()
             raise BadCompletion(f"the trainer's answer is larger than {ANSWER_LIMIT_BYTES} bytes")
+        if size > _UNPACKED_BYTES and size > _UNPACKED_RATIO * content.total_raw_bytes:
+            response.close()
+            raise BadCompletion(f"the trainer's answer unpacks to more than {_UNPACKED_RATIO} times what was sent")
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -211,7 +290,18 @@ def idempotency_header(rollout_id: str) -> str:
 class TrainerSession:
     """The LLM of one rollout: an `LLMClient` whose calls go to the trainer, through the retries, until the deadline."""
 
-    __slots__ = ("_calls", "_deadline", "_headers", "_key", "_rollout_id", "_span", "_trainer", "_url", "retries")
+    __slots__ = (
+        "_calls",
+        "_deadline",
+        "_headers",
+        "_key",
+        "_rollout_id",
+        "_secrets",
+        "_span",
+        "_trainer",
+        "_url",
+        "retries",
+    )
 
     def __init__(
         self,
@@ -220,6 +310,7 @@ class TrainerSession:
         *,
         rollout_id: str,
         key: str | None,
+        secrets: Collection[str] = (),
         deadline: float | None = None,
         span: Span = _NO_SPAN,
         run: int = 1,
@@ -228,6 +319,7 @@ class TrainerSession:
         self._url = url
         self._rollout_id = rollout_id
         self._headers = bearer(key)
+        self._secrets = secrets if key is None or key in secrets else (key, *secrets)
         self._deadline = deadline
         self._span = span
         self._key = f"{idempotency_header(rollout_id)}:{run}:"
@@ -259,12 +351,12 @@ class TrainerSession:
     async def _call(self, body: bytes, headers: dict[str, str]) -> CompletionsResult:
         answer = await self._trainer.post(self._url, body, headers)
         if 200 <= answer.status < 300:
-            return CompletionsResult.from_body(answer.body)
+            return CompletionsResult.from_body(answer.body, self._secrets)
         if 300 <= answer.status < 400:
             raise TrainerRefused(
                 f"the trainer answered {answer.status}, a redirect, which is not followed", answer.status
             )
-        raise error_of(answer.status, answer.body, answer.retry_after, "chat completions")
+        raise error_of(answer.status, answer.body, answer.retry_after, "chat completions", self._secrets)
 
     def _retried(self, exc: RolloutError, failures: int, pause_seconds: float) -> None:
         self.retries += 1

@@ -12,7 +12,9 @@ import datetime
 import decimal
 import enum
 import hashlib
+import itertools
 import math
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -27,9 +29,19 @@ JSON: TypeAlias = Any
 MAX_DEPTH = 100
 """How deep JSON may nest, in and out (PROTOCOL, Errors)."""
 
+MAX_SLOW_NUMBERS = 2_000
+"""How many numbers like 1e300 one text may hold: the decoder takes 15 us for each, 200 times what others take."""
+
+MAX_CONTAINERS = 1_000_000
+"""How many objects and arrays one body may hold: each costs more than a hundred bytes of text do."""
+
+_SMALL_BYTES = 32 * 1024
 _ALL = set(range(256))
 _NOT_STRUCTURE = bytes(_ALL - set(b'[]{}"'))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")
+_SLOW_NUMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([0-9][eE]\+?0*[2-9][0-9]{2,})', re.DOTALL)
+"""A string, or (as a group) the end of a number from 1e200 on; possessive, so that no text makes it step back."""
 
 
 def nests_deeper(text: bytes, limit: int = MAX_DEPTH) -> bool:
@@ -43,18 +55,44 @@ def nests_deeper(text: bytes, limit: int = MAX_DEPTH) -> bool:
     brackets = text.translate(None, _NOT_STRUCTURE)
     if brackets.count(b"[") + brackets.count(b"{") <= limit:
         return False
-    if b"\\" in text:
-        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-        brackets = text.translate(None, _NOT_STRUCTURE)
-    brackets = brackets.replace(b'""', b"").translate(_SQUARE)
-    if b'"' in brackets:
-        brackets = b"".join(brackets.split(b'"')[::2])
+    brackets = _outside_strings(text, brackets)
     for _ in range(limit):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
             break
         brackets = shorter
     return bool(brackets)
+
+
+def _outside_strings(text: bytes, structure: bytes) -> bytes:
+    """The brackets of the text that are not in strings, all of them square; `structure` is its brackets and quotes."""
+    if b"\\" in text:
+        structure = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
+    brackets = structure.replace(b'""', b"").translate(_SQUARE)
+    return b"".join(brackets.split(b'"')[::2]) if b'"' in brackets else brackets
+
+
+def holds_too_many_containers(text: bytes, limit: int = MAX_CONTAINERS) -> bool:
+    """Whether the JSON text holds more objects and arrays than `limit`; costs nothing for a text that cannot."""
+    if len(text) <= 2 * limit:
+        return False
+    structure = text.translate(None, _NOT_STRUCTURE)
+    if structure.count(b"[") + structure.count(b"{") <= limit:
+        return False
+    return _outside_strings(text, structure).count(b"[") > limit
+
+
+def is_slow_to_decode(text: bytes) -> bool:
+    """Whether the JSON text holds more than `MAX_SLOW_NUMBERS` numbers that take the decoder's slow path.
+
+    A few kilobytes of them pass unseen: looking would cost every text more than they do. Larger texts are counted at
+    C speed with all digits made alike; words such as "file123" look the same then, so many of those are looked at
+    once more, strings left out.
+    """
+    if len(text) <= _SMALL_BYTES or text.translate(_ALIKE, b"+").count(b"e000") <= MAX_SLOW_NUMBERS:
+        return False
+    slow = (found for found in _SLOW_NUMBER.finditer(text) if found.lastindex)
+    return next(itertools.islice(slow, MAX_SLOW_NUMBERS, None), None) is not None
 
 
 def check_body(body: bytes) -> None:
@@ -73,6 +111,8 @@ def decode(text: bytes | str) -> JSON:
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if nests_deeper(raw):
         raise InvalidJSON(f"the JSON nests deeper than {MAX_DEPTH} levels")
+    if is_slow_to_decode(raw):
+        raise InvalidJSON(f"the JSON holds more than {MAX_SLOW_NUMBERS} numbers with such exponents as 1e300")
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -83,7 +123,7 @@ def decode(text: bytes | str) -> JSON:
 
 def _whole_number(literal: str) -> float | int:
     value = float(literal)
-    return int(value) if value.is_integer() else value
+    return int(value) if -(2.0**63) < value < 2.0**63 and value.is_integer() else value
 
 
 _canonical_decoder = msgspec.json.Decoder(float_hook=_whole_number)
@@ -111,6 +151,16 @@ def _hook(value: object) -> JSON:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_hook, decimal_format="number")
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def is_json(text: bytes) -> bool:
+    """Whether the text is JSON. Builds nothing, so it costs a small part of what encoding the text did."""
+    try:
+        _skip(text)
+        return text.isascii() or bool(text.decode())
+    except (ValueError, RecursionError):
+        return False
 
 
 def encode_strict(value: object) -> bytes:
@@ -129,8 +179,18 @@ def encode(value: object, path: str = "$") -> tuple[bytes, list[str]]:
         text = _encoder.encode(value)
         if not (b"null" in text and _has_non_finite(value)) and not nests_deeper(text) and not _overflows(text):
             return text, []
-    except Exception:
+    except BaseException:  # an object may raise anything, SystemExit too, when it is asked what it means
         text = b""  # of whatever kind it was: the slow way finds out which part of the value is to blame
+    return _encode_plain(value, path)
+
+
+def encode_checked(value: object, path: str = "$") -> tuple[bytes, list[str]]:
+    """As `encode()`, but no `msgspec.Raw` is taken at its word: one that is not JSON is named and left out."""
+    text, problems = encode(value, path)
+    return (text, problems) if problems or is_json(text) else _encode_plain(value, path)
+
+
+def _encode_plain(value: object, path: str) -> tuple[bytes, list[str]]:
     problems: list[str] = []
     return _encoder.encode(plain(value, path, problems)), problems
 
@@ -185,7 +245,7 @@ def _plain(value: object, path: str, problems: list[str], depth: int, above: set
             return _plain_int(value, path, problems)
         if isinstance(value, float):
             return _plain_float(value, path, problems)
-    except Exception as exc:
+    except BaseException as exc:
         return _lost(value, path, problems, exc)
     if depth >= MAX_DEPTH - 2:
         problems.append(f"{path} nests deeper than {MAX_DEPTH} levels")
@@ -196,13 +256,13 @@ def _plain(value: object, path: str, problems: list[str], depth: int, above: set
     above.add(id(value))
     try:
         return _plain_container(value, path, problems, depth, above)
-    except Exception as exc:
+    except BaseException as exc:
         return _lost(value, path, problems, exc)
     finally:
         above.discard(id(value))
 
 
-def _lost(value: object, path: str, problems: list[str], exc: Exception) -> str:
+def _lost(value: object, path: str, problems: list[str], exc: BaseException) -> str:
     """What stands for an object that raises when it is looked at."""
     kind = type(value).__name__
     problems.append(f"{path} is a {kind} that could not be converted ({type(exc).__name__})")
@@ -287,6 +347,9 @@ _TEXTS = (
 """What msgspec writes as a text."""
 
 
+_BUILT_IN = (dict, list, tuple, str, int, float, bool, type(None), decimal.Decimal, *_TEXTS)
+
+
 def _whole_decimal(value: decimal.Decimal) -> float | int:
     """Never the billion digits that Decimal("1e999999999") would have as an integer."""
     return int(value) if value.is_finite() and value.adjusted() <= 308 else math.copysign(math.inf, value)
@@ -312,14 +375,17 @@ def _is_default(field: object, default: object) -> bool:
 
 
 def _convert_by_shape(value: object) -> object:
-    """Objects of libraries that are not imported here, told by the methods they are known for."""
+    """Objects of libraries that are not imported here, told by the methods they are known for.
+
+    A mock has every method, and each gives back another mock: only what Python itself knows counts as a meaning.
+    """
     if isinstance(value, type):
         return value
     for method in ("model_dump", "tolist", "item"):  # Pydantic; NumPy and array libraries; one-element tensors
         call = getattr(value, method, None)
         if callable(call):
             converted = call()
-            return value if converted is value else converted
+            return converted if issubclass(type(converted), _BUILT_IN) else value
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
         return list(value)
     return value

@@ -127,12 +127,13 @@ def environment(**settings: object) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def process_of(arguments: Sequence[str], cwd: Path, env: dict[str, str]) -> AsyncIterator[Process]:
-    """A running `python -m rollout ARGUMENTS`; killed if it has not ended by then."""
+async def process_of(
+    arguments: Sequence[str], cwd: Path, env: dict[str, str], program: str | None = None
+) -> AsyncIterator[Process]:
+    """A running `python -m rollout ARGUMENTS`, or this program; killed if it has not ended by then."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "rollout",
+        *(("-m", "rollout") if program is None else ("-c", program)),
         *arguments,
         cwd=cwd,
         env=env,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import FOLDER, NEEDS_CASES
 import pytest_asyncio
 from case_stage import Stage, staged, validate_tool
+from cases import FOLDER, NEEDS_CASES
 
 from rollout.testing import Reply, raw, status
 

@@ -22,7 +22,6 @@ ENTRY = re.compile(
 ENV_FILES = ["dev.env", "prod.env"]
 
 
-
 @pytest.mark.parametrize("name", ENV_FILES)
 def test_an_env_file_explains_every_setting_as_the_code_does(name: str) -> None:
     entries = [match.groupdict() for match in ENTRY.finditer((CONF / name).read_text())]

@@ -61,6 +61,15 @@ async def test_other_content_types_are_415(serve: Serve, path: str, kind: str) -
     server = await serve(Instant())
     answer = await server.call("POST", path, body_of(server), headers={"Content-Type": kind})
     assert (answer.status, answer.json["code"]) == (415, "unsupported_media_type")
+    assert answer.json["detail"] == f"the Content-Type must be application/json, not {kind!r}"
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding"])
+async def test_what_was_received_is_not_repeated_at_any_length(serve: Serve, name: str) -> None:
+    server = await serve(Instant())
+    answer = await server.call("POST", "/init", b"{}", headers={"Content-Type": "application/json", name: "x" * 4000})
+    assert answer.status == 415
+    assert f"not '{'x' * 100}...'" in answer.json["detail"]
 
 
 def gzipped(body: bytes) -> bytes:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import socket
 import time
 from typing import Any
 
 import pytest
+from aiohttp.abc import AbstractResolver
 from conftest import Serve
 from hypothesis import given
 from hypothesis import strategies as st
-from served import Chat
+from served import GENEROUS_SECONDS, Chat
 from support import USER, Doing
+from yarl import URL
 
 from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutResult
 from rollout.errors import LLMError, TrainerRefused, TrainerUnavailable, TrainerUnreachable
+from rollout.metrics import Metrics
 from rollout.retry import RETRY_AFTER_LIMIT_SECONDS, RetryPolicy, parse_retry_after
+from rollout.settings import RolloutClientSettings
 from rollout.testing import (
     Answer,
     MockTrainer,
@@ -34,6 +39,7 @@ from rollout.testing import (
     text,
     wrong_content_type,
 )
+from rollout.trainer import Trainer
 
 RETRIED = [408, 425, 429, 500, 501, 502, 503, 504, 599]
 REFUSED = [400, 401, 403, 404, 405, 409, 413, 422, 451, 499]
@@ -398,3 +404,65 @@ async def test_retry_after_never_leads_past_the_deadline(serve: Serve, trainer: 
     assert result["status"] == "ERROR"
     assert result["retryable"] is True
     assert len(trainer.chats("a")) == 1
+
+
+# ---------------------------------------------------------------- what a failure is called
+
+
+async def told_of(serve: Serve, server_url: str) -> str:
+    """How the agent's error begins when there is no trainer at the URL."""
+    caught: list[BaseException] = []
+    server = await serve(asking(caught), max_retries=0)
+    await server.post_init(rollout_id="a", server_url=server_url, completion_callback_url=server.trainer.url)
+    async with asyncio.timeout(GENEROUS_SECONDS):
+        while not caught:
+            await server.get("/status/a")
+    return str(caught[0])
+
+
+async def test_a_refused_connection_is_told_in_plain_words(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert await told_of(serve, f"http://127.0.0.1:{port}") == (
+        f"the trainer cannot be reached: connection refused by 127.0.0.1:{port}"
+    )
+
+
+async def test_an_address_of_version_6_stands_in_brackets(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert f" [::1]:{port}" in await told_of(serve, f"http://[::1]:{port}")
+
+
+class KnowsNobody(AbstractResolver):
+    """Resolves no name."""
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def test_a_name_that_nobody_knows_is_told_in_plain_words() -> None:
+    async with Trainer(RolloutClientSettings(), Metrics(), resolver=KnowsNobody()) as trainer:
+        with pytest.raises(TrainerUnreachable) as caught:
+            await trainer.post(URL("http://trainer.example/v1"), b"{}", {})
+    assert str(caught.value) == (
+        "the trainer cannot be reached: the name 'trainer.example' is not known (Name or service not known)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (close_before_answer(), "the trainer cannot be reached: the connection was closed before the answer came"),
+        (reset(), "the trainer cannot be reached: the connection was reset"),
+    ],
+    ids=["closed", "reset"],
+)
+async def test_a_broken_connection_is_told_in_plain_words(
+    serve: Serve, trainer: MockTrainer, fault: Answer, says: str
+) -> None:
+    trainer.on_chat(fault)
+    assert await told_of(serve, trainer.url) == says

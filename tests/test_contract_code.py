@@ -89,6 +89,55 @@ def test_what_is_no_agent_cannot_be_served(agent: Any) -> None:
         create_app(agent)
 
 
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
+        (Chat, r"^Chat is a class, and an instance is needed: Chat\(\)$"),
+        ("shop:agent", r"use load_agent\('shop:agent'\)"),
+    ],
+    ids=["class", "text"],
+)
+def test_what_was_meant_as_an_agent_is_told_what_to_write(agent: Any, says: str) -> None:
+    with pytest.raises(AgentLoadError, match=says):
+        create_app(agent)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (rollout.RolloutServerSettings(), r"pass RolloutSettings\(server=\.\.\.\)"),
+        (rollout.RolloutClientSettings(), r"pass RolloutSettings\(client=\.\.\.\)"),
+        ({"server": {}}, r"not RolloutSettings but dict: pass RolloutSettings\(\.\.\.\)"),
+    ],
+    ids=["server", "client", "dict"],
+)
+def test_settings_of_another_kind_are_told_what_to_pass(settings: Any, says: str) -> None:
+    with pytest.raises(rollout.SettingsError, match=says):
+        create_app(Chat(), settings)
+
+
+def test_variables_that_an_embedded_service_ignores_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OSMOSIS_ROLLOUT_SERVER_API_KEY", "my-own-key")
+    monkeypatch.setenv("OSMOSIS_ROLLOUT_SERVER_PORT", " ")
+    create_app(Chat(), rollout.RolloutSettings.from_env(dotenv=None))
+    assert caplog.messages == []
+    create_app(Chat())
+    [line] = caplog.messages
+    assert "these do nothing: OSMOSIS_ROLLOUT_SERVER_API_KEY;" in line
+    assert "RolloutSettings.from_env()" in line
+    assert "my-own-key" not in line
+
+
+def test_the_errors_of_the_reference_are_there_under_their_names() -> None:
+    assert rollout.OsmosisRolloutError is rollout.RolloutError
+    assert rollout.OsmosisTransportError is rollout.TrainerUnreachable
+    assert rollout.OsmosisServerError is rollout.TrainerUnavailable
+    assert rollout.OsmosisValidationError is rollout.TrainerRefused
+    assert rollout.OsmosisTimeoutError is rollout.TrainerTimeout
+
+
 # ---------------------------------------------------------------- RolloutResult, complete, error
 
 

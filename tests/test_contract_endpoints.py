@@ -42,6 +42,16 @@ async def test_other_paths_are_404(serve: Serve, path: str) -> None:
     assert (answer.status, answer.json["code"]) == (404, "not_found")
 
 
+async def test_a_slash_too_many_is_hinted_at(serve: Serve) -> None:
+    server = await serve(Instant())
+    details = {path: (await server.get(path)).json["detail"] for path in ("/status/", "/nowhere", "/")}
+    assert details == {
+        "/status/": "no such path: paths here do not end with a slash",
+        "/nowhere": "no such path",
+        "/": "no such path",
+    }
+
+
 async def test_metrics_are_prometheus_text(serve: Serve) -> None:
     server = await serve(Instant())
     answer = await server.get("/metrics")

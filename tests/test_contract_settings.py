@@ -126,6 +126,20 @@ async def test_a_wrong_value_never_shows_the_key(tmp_path: Path) -> None:
     assert "secret" not in stdout + stderr
 
 
+async def test_a_debug_dir_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, stdout, stderr = await run_command(["serve", "--port", "0"], tmp_path, SERVER_DEBUG_DIR="file/traces")
+    assert (code, stdout) == (2, "")
+    assert "OSMOSIS_ROLLOUT_SERVER_DEBUG_DIR: 'file/traces' cannot be made: Not a directory" in stderr
+    assert "Traceback" not in stderr
+
+
+async def test_a_state_file_that_cannot_be_had_is_told_once(tmp_path: Path) -> None:
+    code, stdout, stderr = await run_command(["serve", "--port", "0"], tmp_path, SERVER_STATE_URL="sqlite:///no/a.db")
+    assert (code, stdout) == (1, "")
+    assert stderr == "rollout: no/a.db cannot be made: No such file or directory\n"
+
+
 async def test_an_unknown_variable_is_a_warning_with_the_nearest_name(tmp_path: Path) -> None:
     async with serving(tmp_path, SERVER_MAX_CONCURENT_ROLLOUTS=5) as process:
         process.signal(signal.SIGTERM)

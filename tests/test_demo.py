@@ -257,7 +257,10 @@ def test_json_has_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ctrl_c_ends_the_demo_cleanly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], without_rich: None
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    without_rich: None,
 ) -> None:
     terminal = Terminal(on_write=interrupt)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -267,6 +270,7 @@ def test_ctrl_c_ends_the_demo_cleanly(
 
     assert "Traceback" not in terminal.getvalue()
     assert capsys.readouterr().out == ""
+    assert "did not end within" not in caplog.text, "what is interrupted gets the time to end"
 
 
 # ---------------------------------------------------------------- by hand

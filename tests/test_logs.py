@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.logs import (
+    BufferedHandler,
     JSONFormatter,
     MalformedRequestFilter,
     TextFormatter,
@@ -217,3 +219,85 @@ async def test_bug_in_a_handler_keeps_its_traceback(logging_restored: None, capl
     await send_to_server(handler=fail, request=b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
     assert [r.levelname for r in caplog.records] == ["ERROR"]
     assert "RuntimeError: a bug" in caplog.text
+
+
+# ---------------------------------------------------------------- lines that are held back
+
+
+class Stream(io.StringIO):
+    """Says when something is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_written = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        self.was_written.set()
+        return super().write(text)
+
+
+class Log:
+    """A logger of its own that writes through a `BufferedHandler` into a text."""
+
+    def __init__(self) -> None:
+        self.stream = Stream()
+        self._handler = BufferedHandler(self.stream)
+
+    def line(self, message: str, levelno: int = logging.INFO) -> None:
+        """Log a line."""
+        self._handler.handle(make_record(message, levelno=levelno))
+
+    @property
+    def written(self) -> list[str]:
+        """What has reached the stream."""
+        return self.stream.getvalue().split()
+
+
+async def log_line(log: Log, message: str) -> None:
+    """Log a line on whatever loop this runs."""
+    log.line(message)
+
+
+async def test_lines_of_one_moment_are_written_together_a_moment_later() -> None:
+    log = Log()
+    log.line("a")
+    log.line("b")
+    assert log.written == []
+    await asyncio.wait_for(log.stream.was_written.wait(), 5)
+    assert log.written == ["a", "b"]
+
+
+async def test_a_warning_is_written_at_once_with_what_came_before() -> None:
+    log = Log()
+    log.line("a")
+    log.line("b", logging.WARNING)
+    assert log.written == ["a", "b"]
+
+
+async def test_a_line_of_another_threads_loop_is_written_at_once_and_holds_back_none() -> None:
+    log = Log()
+    await asyncio.to_thread(lambda: asyncio.run(log_line(log, "a")))
+    assert log.written == ["a"]
+    log.stream.was_written.clear()
+    log.line("b")
+    assert log.written == ["a"]
+    await asyncio.wait_for(log.stream.was_written.wait(), 5)
+    assert log.written == ["a", "b"]
+
+
+def test_a_loop_that_has_ended_holds_back_nothing() -> None:
+    log = Log()
+    asyncio.run(log_line(log, "a"))
+    log.line("b")
+    assert log.written == ["a", "b"]
+    asyncio.run(log_line(log, "c"))
+    asyncio.run(log_line(log, "d"))
+    assert log.written == ["a", "b", "c", "d"]
+
+
+async def test_a_loop_that_hangs_holds_nothing_back_beyond_its_time() -> None:
+    log = Log()
+    log.line("a")
+    time.sleep(0.06)  # the very thing that is tested: a blocked loop  # noqa: ASYNC251
+    log.line("b")
+    assert log.written == ["a", "b"]

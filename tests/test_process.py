@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import re
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +19,12 @@ from support import Process, environment, process_of, run_command
 
 from rollout import __version__
 from rollout.cli import main
-from rollout.testing import MockTrainer, hold
+from rollout.errors import AgentLoadError, MissingExtra
+from rollout.examples.calculator import CalculatorAgent
+from rollout.process import loop_factory, serve_agent_loop
+from rollout.settings import RolloutSettings
+from rollout.testing import MockTrainer, hold, make_request
+from rollout.wire import encode_strict
 
 AGENT = """
 import asyncio
@@ -57,7 +66,31 @@ class Agent(RolloutAgentLoop):
         raise SystemExit(3)
 
 
+class Blocking(Agent):
+    def run(self, ctx):
+        return None
+
+
+def look_up(text: str) -> str:
+    return text
+
+
+class Untagged(Agent):
+    tools = [look_up]
+
+
+class Odd(Agent):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "x": {"type": "float"}}}}}]
+
+
+class Choosy(Agent):
+    def get_tools(self, request):
+        return [{"type": "function", "function": {"name": request.metadata["tool"]}}]
+
+
 agent = Agent()
+blocking, untagged, odd, choosy = Blocking(), Untagged(), Odd(), Choosy()
 not_valid = type("Broken", (Agent,), {"get_tools": lambda self, request: [{"type": "function"}], "name": "broken"})()
 """
 
@@ -190,6 +223,33 @@ async def test_results_that_were_refused_for_now_are_tried_again_before_the_exit
     assert len({r.body for r in trainer.completions()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("store", "fate"),
+    [("memory:", "lost: the state is in memory"), ("sqlite:///state.db", "kept in state.db")],
+    ids=["memory", "sqlite"],
+)
+async def test_the_last_line_says_what_becomes_of_results_that_were_not_delivered(
+    folder: Path, trainer: MockTrainer, store: str, fate: str
+) -> None:
+    trainer.on_completed(404, times=1)
+    async with serving(folder, SERVER_STATE_URL=store) as process:
+        for name in ("refused", "taken"):
+            await process.init(trainer, rollout_id=name)
+            await trainer.wait_completed(name)
+        process.signal(signal.SIGTERM)
+        assert await process.end() == 0
+    assert process.stderr.splitlines()[-1].endswith(f"stopped: 1 result was not delivered, and {fate}")
+
+
+async def test_the_last_line_says_that_all_is_well(folder: Path, trainer: MockTrainer) -> None:
+    async with serving(folder) as process:
+        await process.init(trainer, rollout_id="a")
+        await trainer.wait_completed("a")
+        process.signal(signal.SIGTERM)
+        assert await process.end() == 0
+    assert process.stderr.splitlines()[-1].endswith("stopped: every result was delivered")
+
+
 # ---------------------------------------------------------------- what an agent can do to it
 
 
@@ -274,6 +334,131 @@ async def test_validate_ends_with_1_for_an_agent_with_faults(folder: Path) -> No
     code, stdout, stderr = await run_command(["validate", "process_agent:not_valid", "--json"], folder)
     assert code == 1, stderr
     assert json.loads(stdout)["valid"] is False
+
+
+async def test_validate_shows_what_a_tool_that_is_none_looks_like(folder: Path) -> None:
+    code, stdout, stderr = await run_command(["validate", "process_agent:untagged"], folder)
+    assert (code, stderr) == (1, "")
+    assert "NOT_A_TOOL" in stdout
+    assert "put @tool above it" in stdout
+
+
+async def test_validate_asks_with_a_request_from_a_file(folder: Path) -> None:
+    (folder / "request.json").write_bytes(encode_strict(make_request(metadata={"tool": "look_up"})))
+    with_it = await run_command(["validate", "process_agent:choosy", "--request", "request.json"], folder)
+    without = await run_command(["validate", "process_agent:choosy"], folder)
+    assert with_it[0] == 0
+    assert '"name": "look_up"' in with_it[1]
+    assert without[0] == 1
+    assert "GET_TOOLS_FAILED" in without[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "request.json cannot be read: No such file"),
+        ("{", "request.json holds no RolloutRequest"),
+        ('{"rollout_id": 1}', "request.json holds no RolloutRequest"),
+    ],
+    ids=["missing", "json", "schema"],
+)
+def test_a_file_without_a_request_is_2(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    says: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    if text is not None:
+        (folder / "request.json").write_text(text)
+    assert main(["validate", "rollout.examples.calculator:agent", "--request", "request.json"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["blocking", "untagged"])
+async def test_an_agent_that_no_request_can_help_is_not_served(folder: Path, name: str) -> None:
+    code, stdout, stderr = await run_command(["serve", f"process_agent:{name}", "--port", "0"], folder)
+    assert (code, stdout) == (2, "")
+    assert {"blocking": "RUN_NOT_ASYNC", "untagged": "NOT_A_TOOL"}[name] in stderr
+    assert "Traceback" not in stderr
+
+
+async def test_an_agent_with_odd_tools_is_served_with_a_warning(folder: Path) -> None:
+    env = environment(**QUICK)
+    async with process_of(["serve", "process_agent:odd"], folder, env) as process:
+        await process.wait_ready()
+        process.signal(signal.SIGTERM)
+        assert await process.end() == 0
+    [line] = [line for line in process.stderr.splitlines() if "UNKNOWN_TYPE" in line]
+    assert "WARNING" in line
+
+
+async def test_a_program_serves_as_the_command_line_does(folder: Path) -> None:
+    program = "import process_agent, rollout; rollout.serve_agent_loop(process_agent.agent, port=0)"
+    async with process_of([], folder, environment(), program) as process:
+        await process.wait_ready()
+        assert await health_of(process) == (200, "healthy")
+        process.signal(signal.SIGTERM)
+        assert await process.end() == 0
+    assert "stopped: every result was delivered" in process.stderr
+
+
+class Signalling(io.StringIO):
+    """A standard output that ends the service once it has said where it listens."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("serving agent"):
+            signal.raise_signal(signal.SIGTERM)
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("127.0.0.1", r"serving agent 'calculator' on http://127\.0\.0\.1:\d+ .*\n"),
+        ("localhost", r"serving agent 'calculator' on http://localhost:\d+ .*\n"),
+        ("0.0.0.0", r"API key \(made now, shown once\): osm_rollout_\S{32}\nserving agent .*\n"),
+    ],
+)
+def test_a_program_gets_the_prompt_and_a_key_off_loopback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, says: str
+) -> None:
+    monkeypatch.setattr(sys, "stdout", out := Signalling())
+    with caplog.at_level(logging.INFO):
+        serve_agent_loop(CalculatorAgent(), RolloutSettings(), host=host, port=0, gc="python")
+    assert re.fullmatch(says, out.getvalue())
+    assert caplog.messages[-1] == "stopped: every result was delivered"
+
+
+def test_a_program_cannot_serve_what_no_request_can_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(CalculatorAgent):
+        def run(self, ctx: object) -> None:  # type: ignore[override]
+            """Would block every other rollout."""
+
+    with pytest.raises(AgentLoadError, match="could not end one rollout well:\n  RUN_NOT_ASYNC at"):
+        serve_agent_loop(Plain(), RolloutSettings(), port=0, gc="python")
+
+
+def test_a_loop_that_is_not_installed_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(
+        MissingExtra, match=r"pip install 'rollout\[speed\]' \(from a checkout: pip install '\.\[speed\]'\)"
+    ):
+        serve_agent_loop(CalculatorAgent(), loop="uvloop")
+    assert loop_factory("auto") is None
+
+
+def test_settings_fit_on_a_screen_unless_all_is_wanted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["settings"]) == main(["settings", "--long"]) == 0
+    short, _, long = capsys.readouterr().out.rpartition("All variables")
+    heading, *rows = short.splitlines()[1:]
+    assert heading.split() == ["variable", "value", "source"]
+    assert max(map(len, rows)) <= 100
+    assert long.splitlines()[1].split() == ["variable", "value", "default", "bounds", "source"]
 
 
 async def test_settings_are_listed_with_value_and_source_and_without_the_key(tmp_path: Path) -> None:

@@ -322,6 +322,13 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
     assert loaded.settings == RolloutSettings()
 
 
+def test_a_variable_that_is_like_no_other_is_a_warning_without_a_guess() -> None:
+    [unknown] = load(ENABLE_WEBHOOKS="1").unknown
+
+    assert unknown.nearest is None
+    assert str(unknown) == f"{PREFIX}ENABLE_WEBHOOKS is not a setting and is ignored"
+
+
 def test_an_unknown_variable_is_found_in_the_file_and_in_another_case(dotenv: Path) -> None:
     dotenv.write_text(f"osmosis_rollout_server_port=1\n{PREFIX}=x\n")
 

@@ -225,7 +225,9 @@ def test_a_file_that_is_not_there_is_not_made(run: Run, tmp_path: Path, argument
 
 
 @pytest.mark.parametrize("arguments", [(), ("redeliver", "--all")], ids=str)
-def test_what_is_no_state_file_is_named_and_left_where_it_is(run: Run, state_file: Path, arguments: tuple[str, ...]) -> None:
+def test_what_is_no_state_file_is_named_and_left_where_it_is(
+    run: Run, state_file: Path, arguments: tuple[str, ...]
+) -> None:
     state_file.write_bytes(b"no database" * 100)
 
     printed = run(*arguments)

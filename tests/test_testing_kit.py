@@ -13,9 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from conftest import Serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
+from served import Chat
 
 import rollout.testing
 from rollout.agent.context import RolloutContext
@@ -32,6 +34,7 @@ from rollout.testing import (
     drive,
     half_body,
     hang,
+    hold,
     huge,
     make_completion,
     make_request,
@@ -372,6 +375,42 @@ async def test_drive_uses_the_trainer_that_it_is_given_and_leaves_its_prefixes_a
 async def test_drive_says_why_an_init_was_not_accepted(service: TestClient[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"init was answered 401: .*unauthorized"):
         await drive(service, make_request())
+
+
+async def test_drive_says_that_a_rollout_id_was_used_before(serve: Serve) -> None:
+    server, request = await serve(Chat()), make_request()
+    await drive(server.url, request)
+    await server.wait_phase(request["rollout_id"])
+
+    with pytest.raises(TimeoutError, match=r"was already delivered, .*: take a new rollout_id"):
+        await drive(server.url, request, timeout=0.05)
+
+
+async def test_drive_says_where_a_rollout_stands_that_does_not_end(serve: Serve, trainer: MockTrainer) -> None:
+    server = await serve(Chat(), max_retries=0)
+    trainer.on_chat(hold(), rollout_id="held")
+    trainer.on_completed(404)
+
+    with pytest.raises(TimeoutError, match=r"the service has it in the phase 'running'$"):
+        await drive(server.session, make_request(rollout_id="held"), trainer=trainer, timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"in the phase 'undelivered': .*404"):
+        await drive(server.session, make_request(), trainer=trainer, timeout=0.2)
+
+
+async def test_drive_tells_of_the_timeout_where_the_status_cannot_be_asked(service: TestClient[Any, Any]) -> None:
+    async with MockTrainer() as trainer:
+        trainer.on_completed(503)
+        with pytest.raises(TimeoutError, match="asking for its status failed, too: DecodeError"):
+            await drive(service, make_request(), trainer=trainer, api_key="key", timeout=0.05)
+
+
+def test_ids_of_requests_are_new_in_every_process() -> None:
+    code = "from rollout.testing import make_request; print(make_request()['rollout_id'])"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert other.endswith("-1")
+    assert other != make_request()["rollout_id"] != make_request()["rollout_id"]
+    assert other.rpartition("-")[0] != make_request()["rollout_id"].rpartition("-")[0]
 
 
 # ---------------------------------------------------------------- running an agent

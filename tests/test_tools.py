@@ -173,7 +173,7 @@ def test_callable_objects_and_partials_become_tools() -> None:
     [
         (lambda: tool(lambda x: x), ValueError, "pass name="),
         (lambda: tool(name=" ")(add), ValueError, "blank"),
-        (lambda: tool(3), TypeError, "not of a int"),  # type: ignore[call-overload]
+        (lambda: tool(3), TypeError, "not of int"),  # type: ignore[call-overload]
         (lambda: tool(parameters={"x": object()})(add), TypeError, "not JSON"),
     ],
     ids=["lambda", "blank name", "no function", "no JSON"],

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rollout.errors import SettingsError
 from rollout.requests import parse_init
 from rollout.traces import TraceWriter, file_name
 

@@ -6,7 +6,6 @@ import copy
 import csv
 import functools
 import json
-import os
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,7 +19,13 @@ from hypothesis import strategies as st
 
 from rollout.agent.loop import RolloutAgentLoop, RolloutResult
 from rollout.agent.tools import tool
-from rollout.agent.validator import AgentLoopValidationError, ValidationError, ValidationResult, validate_agent_loop
+from rollout.agent.validator import (
+    AgentLoopValidationError,
+    ValidationError,
+    ValidationResult,
+    check_before_serving,
+    validate_agent_loop,
+)
 from rollout.errors import RequestRejected
 from rollout.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, RolloutRequest
 
@@ -415,6 +420,58 @@ def test_no_list_of_tools_makes_a_validation_raise_or_changes_it(tools: list[Any
     assert isinstance(result, ValidationResult)
     assert repr(tools) == before
     json.dumps(result.to_dict())
+
+
+# ---------------------------------------------------------------- before serving
+
+
+class Tooled(RolloutAgentLoop):
+    name = "tooled"
+
+    def __init__(self, *tools: Any) -> None:
+        self.tools = tools
+
+    async def run(self, ctx: Any) -> RolloutResult:
+        return RolloutResult()
+
+
+@pytest.mark.parametrize(
+    ("item", "error", "warning"),
+    [
+        (print, ["NOT_A_TOOL"], []),
+        (function({"type": "object", "default": {1, 2}, "properties": {"x": {"default": object()}}}), ["NOT_JSON"], []),
+        (properties(x={"type": "float"}), [], ["UNKNOWN_TYPE"]),
+        (function(name="a b"), [], ["BAD_NAME"]),
+    ],
+    ids=["function", "not-json", "odd-type", "odd-name"],
+)
+def test_only_tools_that_can_never_be_sent_stand_in_the_way_of_serving(
+    item: Any, error: list[str], warning: list[str]
+) -> None:
+    result = check_before_serving(Tooled(item))
+    assert list(dict.fromkeys(finding.code for finding in result.errors)) == error
+    assert [finding.code for finding in result.warnings] == warning
+
+
+def test_a_get_tools_of_the_agents_own_is_not_called_before_serving() -> None:
+    class Careful(Agent):
+        def get_tools(self, request: RolloutRequest) -> list[Any]:
+            raise AssertionError("this is no loop of a service")
+
+    assert check_before_serving(Careful()) == ValidationResult(agent_name="tester", errors=[], warnings=[], tools=[])
+
+
+def test_what_fails_in_every_rollout_stands_in_the_way_of_serving() -> None:
+    class Blocking(Agent):
+        def run(self) -> None:  # type: ignore[override]
+            """Neither async nor with a context."""
+
+    class Broken(Tooled):
+        def __init__(self) -> None:
+            self.tools = None  # type: ignore[assignment]
+
+    assert [f.code for f in check_before_serving(Blocking()).errors] == ["RUN_NOT_ASYNC", "BAD_RUN_SIGNATURE"]
+    assert [f.code for f in check_before_serving(Broken()).warnings] == ["GET_TOOLS_FAILED"]
 
 
 # ---------------------------------------------------------------- definitions from the wild

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -64,6 +65,7 @@ class Checkpoints(Protocol):
 
 _SILENT = Observer()
 _NO_SPAN = Span()
+_SHOWN = 5
 _PAUSE_WHEN_ENDED_SECONDS = 1.0  # what was left behind may be a loop that swallows every error
 
 
@@ -90,44 +92,71 @@ class RolloutContext:
         self.llm = llm
         self.tools = tools
         """The very tools that `get_tools()` returned."""
-        self.span = span
-        """Open while the agent runs; spans that the agent makes itself nest in it."""
         self.run = run
         """Which run of this rollout it is: 1, and more after a restart that runs it again."""
         self.checkpointed: list[MessageDict] | None = None if checkpoint is None else msgspec.json.decode(checkpoint)
         """The messages that the run before had put in safety; None in a first run."""
+        self._rollout_id = request.rollout_id
         self._checkpoints = checkpoints
-        self.limits = Limits(request.max_turns, request.max_tokens_total)
-        self.history = History()
-        self.metrics = RolloutMetrics()
-        self.extra_fields: dict[str, Any] = {}
-        """What the context itself has to report beside the agent's own extra fields."""
+        self._limits = Limits(request.max_turns, request.max_tokens_total)
+        self._history = History()
+        self._metrics = RolloutMetrics()
+        self._extra_fields: dict[str, Any] = {}
+        self._span = span
         self._strict_history = strict_history
         self._deadline = deadline
         self._clock = clock
         self._observer = observer
         self._started = clock()
         self._ended = False
+        self._has_warned = False
 
     @property
     def rollout_id(self) -> str:
         """The id of this rollout."""
-        return self.request.rollout_id
+        return self._rollout_id
+
+    # What a result is made of may be changed, but not replaced: without it there would be no result.
+
+    @property
+    def limits(self) -> Limits:
+        """The budgets."""
+        return self._limits
+
+    @property
+    def history(self) -> History:
+        """What was sent last, and its answer."""
+        return self._history
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """What has been measured."""
+        return self._metrics
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """What the context itself has to report beside the agent's own extra fields."""
+        return self._extra_fields
+
+    @property
+    def span(self) -> Span:
+        """Open while the agent runs; spans that the agent makes itself nest in it."""
+        return self._span
 
     @property
     def turn(self) -> int:
         """LLM calls made so far."""
-        return self.limits.turns
+        return self._limits.turns
 
     @property
     def remaining_turns(self) -> int:
         """LLM calls that may still be made."""
-        return self.limits.remaining_turns
+        return self._limits.remaining_turns
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens that the conversation may still grow by, as far as the trainer's `usage` told."""
-        return self.limits.remaining_tokens
+        return self._limits.remaining_tokens
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -142,9 +171,10 @@ class RolloutContext:
         Whatever names `params` has, a trainer chose some of them: `messages` among them counts only where none are
         given by position, and `rollout_id` never does.
 
-        The messages must continue those of the call before. Raises `LimitReached` when a budget is used up (let it
-        pass, and the rollout ends COMPLETED with what has been reached), `LLMError` when the trainer cannot answer,
-        `HistoryRewritten` under `STRICT_HISTORY`, `RolloutError` once the rollout has ended.
+        The messages, a list of objects (else `TypeError`), must continue those of the call before. What JSON cannot
+        hold goes out as null or as the name of its type; the log says so once. Raises `LimitReached` when a budget is
+        used up (let it pass, and the rollout ends COMPLETED with what has been reached), `LLMError` when the trainer
+        cannot answer, `HistoryRewritten` under `STRICT_HISTORY`, `RolloutError` once the rollout has ended.
         """
         given = params.pop("messages", None)
         params.pop("rollout_id", None)
@@ -156,16 +186,16 @@ class RolloutContext:
             await asyncio.sleep(_PAUSE_WHEN_ENDED_SECONDS)
             raise RolloutError("the rollout has ended: its agent has no further LLM calls")
         try:
-            self.limits.check()
+            self._limits.check()
         except LimitReached:
             await asyncio.sleep(0)  # an agent that catches this in an endless loop shall not starve the others
             raise
-        text = self.history.text_of(messages)
-        if not self.history.continues(text):
+        text = self._text_of(messages)
+        if not self._history.continues(text):
             await self._rewritten()
-        self.history.record(text)
-        self.limits.turns += 1
-        self.metrics.num_llm_calls += 1
+        self._history.record(text)
+        self._limits.turns += 1
+        self._metrics.num_llm_calls += 1
         began = self._clock()
         failure: BaseException | None = None
         try:
@@ -175,16 +205,23 @@ class RolloutContext:
             raise
         finally:
             seconds = self._clock() - began
-            self.metrics.llm_latency_ms += seconds * 1e3
+            self._metrics.llm_latency_ms += seconds * 1e3
             self._observer.llm_called(seconds, failure)
         self._answered(result, params)
         if self._checkpoints is not None and self._checkpoints.every_turn:
-            await self._checkpoints.save(bytes(self.history.reached()))
+            await self._checkpoints.save(bytes(self._history.reached()))
         return result
 
+    def _text_of(self, messages: Sequence[MessageDict]) -> bytes:
+        text, lost = self._history.text_of(messages)
+        if lost and not self._has_warned:
+            self._has_warned = True
+            logger.warning("rollout %r: messages that JSON cannot hold: %s", self._rollout_id, "; ".join(lost[:_SHOWN]))
+        return text
+
     async def _rewritten(self) -> None:
-        self.history.rewrites += 1
-        self.extra_fields["history_rewrites"] = self.history.rewrites
+        self._history.rewrites += 1
+        self._extra_fields["history_rewrites"] = self._history.rewrites
         self._observer.history_rewritten()
         logger.warning("rollout %r: the messages of turn %d rewrite the history", self.rollout_id, self.turn + 1)
         if self._strict_history:
@@ -192,23 +229,23 @@ class RolloutContext:
             raise HistoryRewritten(f"the messages of turn {self.turn + 1} do not continue those sent before")
 
     def _answered(self, result: CompletionsResult, params: dict[str, Any]) -> None:
-        self.history.answer = result.message
+        self._history.answer = result.message
         usage = result.usage
-        metrics = self.metrics
+        metrics = self._metrics
         if usage:
             prompt, response = usage_tokens(usage, "prompt_tokens"), usage_tokens(usage, "completion_tokens")
             metrics.prompt_tokens += prompt
             metrics.response_tokens += response
             metrics.max_context_tokens = max(metrics.max_context_tokens, prompt + response)
-            self.limits.count(prompt, response)
+            self._limits.count(prompt, response)
         if self._observer.is_tracing:
-            turn = {"turn": self.turn, "sent": msgspec.Raw(self.history.sent or b"[]"), "answer": result.message}
+            turn = {"turn": self.turn, "sent": msgspec.Raw(self._history.sent or b"[]"), "answer": result.message}
             self._observer.event("chat", {**turn, "finish_reason": result.finish_reason, "usage": usage})
         if result.finish_reason == "length":
-            self.extra_fields["truncated_turns"] = self.extra_fields.get("truncated_turns", 0) + 1
+            self._extra_fields["truncated_turns"] = self._extra_fields.get("truncated_turns", 0) + 1
         if params.get("return_token_ids") and result.token_ids is not None:
             # Asked for by the trainer, so it reaches the trainer whatever the agent does with it.
-            self.extra_fields.setdefault("token_ids", []).append(result.token_ids)
+            self._extra_fields.setdefault("token_ids", []).append(result.token_ids)
 
     async def checkpoint(self, messages: Sequence[MessageDict]) -> bool:
         """Put the messages in safety, so that they are reported if this process dies; whether that was done.
@@ -218,7 +255,7 @@ class RolloutContext:
         """
         if self._checkpoints is None:
             return False
-        return await self._checkpoints.save(self.history.text_of(messages))
+        return await self._checkpoints.save(self._text_of(messages))
 
     # ------------------------------------------------------------ tools
 
@@ -229,18 +266,21 @@ class RolloutContext:
         """
         began = self._clock()
         try:
-            return await run_tool_calls(self.tools, tool_calls, ctx=self, on_done=self._tool_done, span=self.span)
+            return await run_tool_calls(self.tools, tool_calls, ctx=self, on_done=self._tool_done, span=self._span)
         finally:
-            self.metrics.tool_latency_ms += (self._clock() - began) * 1e3
+            self._metrics.tool_latency_ms += (self._clock() - began) * 1e3
 
     def _tool_done(self, name: str, latency_ms: float, error: str | None) -> None:
-        self.metrics.num_tool_calls += 1
+        self._metrics.num_tool_calls += 1
         self._observer.tool_called(name, latency_ms / 1e3, error)
 
     def record_tool_call(self, latency_ms: float = 0.0) -> None:
         """Count a tool call that the agent made itself, beside `call_tools()`."""
-        self.metrics.num_tool_calls += 1
-        self.metrics.tool_latency_ms += latency_ms
+        latency_ms = float(latency_ms)
+        if not 0 <= latency_ms < math.inf:
+            latency_ms = 0.0  # no duration: what is measured in sums must stay a number
+        self._metrics.num_tool_calls += 1
+        self._metrics.tool_latency_ms += latency_ms
         self._observer.tool_called("", latency_ms / 1e3, None)
 
     def log_event(self, event: str, **data: Any) -> None:
@@ -289,5 +329,5 @@ class RolloutContext:
 
     def measured(self) -> RolloutMetrics:
         """The metrics up to now."""
-        self.metrics.total_latency_ms = (self._clock() - self._started) * 1e3
-        return self.metrics
+        self._metrics.total_latency_ms = (self._clock() - self._started) * 1e3
+        return self._metrics

@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 
 from rollout.agent.loop import RolloutResult
 from rollout.schemas import ErrorCategory, RolloutMetrics, RolloutResponse, RolloutStatus
-from rollout.wire import encode, encode_strict, plain
+from rollout.wire import encode_checked, encode_strict, is_json, plain
 
 _TEXT_LIMIT = 4000
 """Characters of an error message or a finish reason: the rest of a 100 MB text helps nobody."""
@@ -114,7 +114,7 @@ def _reward(reward: Any, problems: list[str]) -> float | int | None:
         return None
     try:
         number = _single(reward)
-    except Exception as exc:
+    except BaseException as exc:  # SystemExit, too, is what an object of the agent may raise
         problems.append(f"reward is a {type(reward).__name__} that is no single number ({type(exc).__name__})")
         return None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -154,13 +154,17 @@ def _listed(messages: Any, problems: list[str]) -> Sequence[Any] | Raw:
 def _messages(
     messages: Sequence[Any] | Raw, reached: Callable[[], Raw], status: RolloutStatus, problems: list[str]
 ) -> Raw:
-    if isinstance(messages, Raw):
-        return messages
     if status is RolloutStatus.ERROR and not messages:
-        return reached()
-    text, lost = encode(messages, "final_messages")
+        return _known(reached)
+    text, lost = encode_checked(messages, "final_messages")
     problems += lost
-    return Raw(text) if text.startswith(b"[") else reached()
+    return Raw(text) if text.lstrip().startswith(b"[") else _known(reached)
+
+
+def _known(reached: Callable[[], Raw]) -> Raw:
+    """The messages reached; none where the agent has put into them what is no JSON."""
+    messages = reached()
+    return messages if is_json(bytes(messages)) else Raw(b"[]")
 
 
 def _extra(own: Mapping[str, Any], given: Any, problems: list[str]) -> bytes:
@@ -176,20 +180,35 @@ def _extra(own: Mapping[str, Any], given: Any, problems: list[str]) -> bytes:
         problems.append(f"extra_fields is a {type(given).__name__} that cannot be read ({type(exc).__name__})")
     if not fields:
         return b"{}"
-    text, lost = encode(fields, "extra_fields")
+    text, lost = encode_checked(fields, "extra_fields")
     problems += lost
     return text
 
 
 def _metrics(given: Any, measured: RolloutMetrics, problems: list[str]) -> Any:
     """The measured metrics, or what the agent put in their place, field by field where it can be read."""
+    own: Any = measured
+    if not _are_numbers(measured):  # the agent has them in its hands
+        fields = plain(msgspec.structs.asdict(measured), "metrics", problems)
+        own = _merged(msgspec.to_builtins(RolloutMetrics()), fields, problems)
     if given is None or given is measured:
-        return measured
+        return own
     if isinstance(given, (RolloutMetrics, Mapping)):
         fields = plain(given, "metrics", problems)
-        return _merged(msgspec.to_builtins(measured), fields, problems) if isinstance(fields, dict) else measured
+        return _merged(msgspec.to_builtins(own), fields, problems) if isinstance(fields, dict) else own
     problems.append(f"metrics is {_shown(given)}, not an object")
-    return measured
+    return own
+
+
+def _are_numbers(m: RolloutMetrics) -> bool:
+    """Whether every field holds a finite number: one that does not spoils the sum."""
+    try:
+        latencies = m.total_latency_ms + m.llm_latency_ms + m.tool_latency_ms
+        counts = m.num_llm_calls + m.num_tool_calls + m.prompt_tokens + m.response_tokens + m.max_context_tokens
+        total = latencies + counts
+        return type(total) in (int, float) and math.isfinite(total)
+    except Exception:
+        return False
 
 
 def _merged(measured: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -213,7 +232,7 @@ def _text(value: Any) -> str | None:
         return None
     try:
         text = value if isinstance(value, str) else str(value.value if hasattr(value, "value") else value)
-    except Exception:
+    except BaseException:
         text = f"<{type(value).__name__}>"
     return text[:_TEXT_LIMIT].encode("utf-8", "replace").decode()
 

@@ -6,6 +6,7 @@ import asyncio
 import enum
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 from msgspec import Raw
@@ -13,11 +14,13 @@ from msgspec import Raw
 from rollout.agent.context import RolloutContext
 from rollout.agent.loop import RolloutResult
 from rollout.agent.outcome import Outcome, outcome_of
-from rollout.errors import LimitReached, LLMError, RolloutError
+from rollout.errors import LimitReached, LLMError
 from rollout.schemas import ErrorCategory, RolloutMetrics, RolloutStatus
 from rollout.tracing import Attributes, Span
 
 logger = logging.getLogger(__name__)
+
+_MOST_TURNS = 2**31
 
 
 class Cause(enum.Enum):
@@ -50,10 +53,29 @@ def ended_before(rollout_id: str, cause: Cause, reached: Raw) -> Outcome:
 def ended_from_outside(rollout_id: str, cause: Cause, ctx: RolloutContext | None = None) -> Outcome:
     """The outcome of a rollout that somebody else ended, with what it had reached. At any moment, also mid-run."""
     finish_reason, category, text = cause.value
+    return _failed(rollout_id, text, ctx, finish_reason=finish_reason, category=category)
+
+
+def _failed(
+    rollout_id: str,
+    error_message: str,
+    ctx: RolloutContext | None,
+    *,
+    finish_reason: str = "error",
+    category: ErrorCategory | None = None,
+    retryable: bool | None = None,
+) -> Outcome:
+    """The outcome of a rollout that ended as ERROR, with what it had reached. Never raises: an agent that has broken
+    its context loses what it had reached, and nothing else.
+    """
     result = RolloutResult(
-        status=RolloutStatus.ERROR, final_messages=[], finish_reason=finish_reason, error_message=text
+        status=RolloutStatus.ERROR, final_messages=[], finish_reason=finish_reason, error_message=error_message
     )
-    return _outcome(rollout_id, result, ctx, category=category)
+    try:
+        return _outcome(rollout_id, result, ctx, category=category, retryable=retryable)
+    except BaseException:
+        logger.exception("rollout %r: the agent has broken its context; what had been reached is lost", rollout_id)
+        return _outcome(rollout_id, result, None, category=category, retryable=retryable)
 
 
 def _outcome(
@@ -102,9 +124,9 @@ class RolloutRun:
         except BaseException as exc:
             if isinstance(exc, GeneratorExit) and not _is_current(task):
                 raise  # the interpreter is closing this very coroutine
-            outcome = self._of_exception(exc)
+            outcome = self._read(self._of_exception, exc)
         else:
-            outcome = self._of_return(returned)
+            outcome = self._read(self._of_return, returned)
         self.ctx.close()
         await _settle_cancellation()
         return outcome if self.stop_cause is None else self.stopped()
@@ -112,38 +134,42 @@ class RolloutRun:
     def stopped(self) -> Outcome:
         """The outcome now, of a run that was told to end, whether it has or not. The agent has no say from here on."""
         self.ctx.close()
-        return ended_from_outside(self._rollout_id, self.stop_cause or Cause.CANCELLED, self.ctx)
+        return ended_from_outside(self._rollout_id, self.stop_cause or Cause.INTERRUPTED, self.ctx)
+
+    @property
+    def turn(self) -> int:
+        """LLM calls made so far."""
+        turn = getattr(self.ctx, "turn", 0)
+        return turn if isinstance(turn, int) and 0 <= turn < _MOST_TURNS else 0  # the agent has its limits in its hands
+
+    def _read(self, read: Callable[[Any], Outcome], given: object) -> Outcome:
+        """What the agent returned or raised as an outcome, even where its objects fail when they are looked at."""
+        try:
+            return read(given)
+        except BaseException as exc:
+            logger.exception("rollout %r: the agent's result cannot be read", self._rollout_id)
+            text = f"the result of run() cannot be read: {_said(exc)}"
+            return _failed(self._rollout_id, text, self.ctx, category=ErrorCategory.VALIDATION_ERROR)
 
     def _of_return(self, returned: object) -> Outcome:
         if isinstance(returned, RolloutResult):
-            try:
-                return _outcome(self._rollout_id, returned, self.ctx)
-            except Exception as exc:  # objects of the agent, that fail when they are looked at
-                logger.exception("rollout %r: the agent's result cannot be read", self._rollout_id)
-                result = self.ctx.error(f"the result of run() cannot be read: {_said(exc)}")
-                return _outcome(self._rollout_id, result, self.ctx, category=ErrorCategory.VALIDATION_ERROR)
-        result = self.ctx.error(
-            f"run() returned {type(returned).__name__}, not a RolloutResult; end with `return ctx.complete(messages)`"
-        )
-        return _outcome(self._rollout_id, result, self.ctx)
+            return _outcome(self._rollout_id, returned, self.ctx)
+        kind = type(returned).__name__
+        text = f"run() returned {kind}, not a RolloutResult; end with `return ctx.complete(messages)`"
+        return _failed(self._rollout_id, text, self.ctx)
 
     def _of_exception(self, exc: BaseException) -> Outcome:
         if isinstance(exc, LimitReached):
-            result = self.ctx.complete([], finish_reason=exc.finish_reason)
-            result.final_messages = cast("list[dict[str, Any]]", self.ctx.history.reached())
+            reached = cast("list[dict[str, Any]]", self.ctx.history.reached())
+            result = RolloutResult(final_messages=reached, finish_reason=exc.finish_reason)
             return _outcome(self._rollout_id, result, self.ctx)
         if isinstance(exc, LLMError):
             logger.warning("rollout %r: %s", self._rollout_id, exc)
-            return _outcome(
-                self._rollout_id,
-                self.ctx.error(str(exc)),
-                self.ctx,
-                category=ErrorCategory.LLM_ERROR,
-                retryable=exc.retryable,
-            )
+            category, retryable = ErrorCategory.LLM_ERROR, exc.retryable
+            return _failed(self._rollout_id, str(exc), self.ctx, category=category, retryable=retryable)
         if self.stop_cause is None:
             logger.error("rollout %r: the agent raised %s", self._rollout_id, type(exc).__name__, exc_info=exc)
-        return _outcome(self._rollout_id, self.ctx.error(_said(exc)), self.ctx)
+        return _failed(self._rollout_id, _said(exc), self.ctx)
 
 
 def _note_end(span: Span, returned: object) -> None:
@@ -156,8 +182,6 @@ def _note_end(span: Span, returned: object) -> None:
 
 
 def _said(exc: BaseException) -> str:
-    if isinstance(exc, RolloutError):
-        return f"{type(exc).__name__}: {exc}"
     if isinstance(exc, asyncio.CancelledError):
         return "the agent raised CancelledError although nobody had cancelled the rollout"
     try:

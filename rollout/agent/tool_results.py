@@ -46,7 +46,7 @@ def describe_error(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = str(error).strip()
-    except Exception:
+    except BaseException:  # even SystemExit: this text is all that is wanted of it
         return kind
     text = text if len(text) <= _ERROR_LIMIT else f"{text[:_ERROR_LIMIT]}... ({len(text)} characters)"
     if isinstance(error, ToolError):

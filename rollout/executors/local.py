@@ -85,7 +85,7 @@ class LocalExecutor(Executor):
 
     def turn(self, rollout_id: str) -> int:
         slot = self._slots.get(rollout_id)
-        return slot.run.ctx.turn if slot is not None and slot.run is not None else 0
+        return slot.run.turn if slot is not None and slot.run is not None else 0
 
     # ------------------------------------------------------------ in
 
@@ -131,7 +131,7 @@ class LocalExecutor(Executor):
         except BaseException as exc:
             # Not the agent's doing, RolloutRun.run() never raises: a bug of ours, or the loop is being torn down.
             logger.error("rollout %r: the executor failed", job.rollout_id, exc_info=exc)
-            outcome = slot.run.stopped() if slot.run else ended_from_outside(job.rollout_id, Cause.INTERRUPTED)
+            outcome = _stopped(slot)
         if not self._release(slot):
             logger.warning("rollout %r: a result that came after the terminal one is dropped", job.rollout_id)
             self._metrics.late_results.inc()
@@ -164,7 +164,7 @@ class LocalExecutor(Executor):
         if run is None:
             await self._on_end(Ended(job=job, outcome=outcome, turn=0, trace=job.trace))
         else:
-            await self._on_end(Ended(job=job, outcome=outcome, turn=run.ctx.turn, trace=run.ctx.span.context))
+            await self._on_end(Ended(job=job, outcome=outcome, turn=run.turn, trace=run.ctx.span.context))
 
     # ------------------------------------------------------------ ended from outside
 
@@ -197,7 +197,7 @@ class LocalExecutor(Executor):
             slot.job.rollout_id,
             self._cancel_grace_seconds,
         )
-        outcome = slot.run.stopped()
+        outcome = _stopped(slot)
         if slot.task is not None:
             slot.task.cancel()  # once more: an LLM call that it made meanwhile is cut off
         if self._release(slot):
@@ -222,3 +222,17 @@ class LocalExecutor(Executor):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
+
+
+def _stopped(slot: _Slot) -> Outcome:
+    """The outcome now of a job that does not end by itself. Never raises, whatever has become of the run's context:
+    a slot must never be held by what an agent did.
+    """
+    cause = Cause.INTERRUPTED
+    if slot.run is not None:
+        cause = slot.run.stop_cause or cause
+        try:
+            return slot.run.stopped()
+        except BaseException:
+            logger.exception("rollout %r: what it had reached cannot be read", slot.job.rollout_id)
+    return ended_from_outside(slot.job.rollout_id, cause)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 from rollout.agent.runner import Cause
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 GET_TOOLS_SECONDS = 60.0
 """How long `get_tools()` may take before the init is answered with an error."""
+
+_LEAST_GRACE_SECONDS = 1.0
 
 
 class Admissions:
@@ -61,7 +63,9 @@ class Admissions:
         self._timeout_seconds = timeout_seconds
         self._clock = registry.clock
         self._inline = not registry.store.suspends and not inspect.iscoroutinefunction(agent.get_tools)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Admission] = {}
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._ending = False
 
     async def init(self, received: Received, trace: TraceContext | None) -> bytes:
         """Accept a rollout, or recognise one; the body of the 202. Raises `RequestError`.
@@ -75,15 +79,24 @@ class Admissions:
             if self._inline:
                 await self._lead(admission, received.view, trace)
             else:
-                self._own(self._lead(admission, received.view, trace))
+                self._own(admission, self._lead(admission, received.view, trace))
         else:
             self._metrics.inits.inc("duplicate", "")
         return await admission.wait()
 
-    async def finish(self) -> None:
-        """Wait until every admission that has begun is decided."""
+    async def finish(self, grace_seconds: float) -> None:
+        """Decide every admission that has begun. To be called when the registry admits nothing more.
+
+        What still waits for `get_tools()` could only be refused after it: it is refused now. Who swallows the
+        cancellation has the grace, then its callers are answered without it.
+        """
+        self._ending = True
+        for task in self._asking:
+            task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=GET_TOOLS_SECONDS)
+            await asyncio.wait(self._tasks, timeout=max(grace_seconds, _LEAST_GRACE_SECONDS))
+        for admission in self._tasks.values():
+            self._fail(admission, _draining())
 
     async def tools_again(self, request: InitRequest) -> Any:
         """What `get_tools()` returns for a request that was accepted before. Raises `RequestError`."""
@@ -99,10 +112,10 @@ class Admissions:
         if tools is not None:
             await self._hosts.check(tools, "tool_server_url")
 
-    def _own(self, coroutine: Any) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _own(self, admission: Admission, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = admission
+        task.add_done_callback(self._tasks.pop)
 
     # ------------------------------------------------------------ one admission
 
@@ -123,7 +136,7 @@ class Admissions:
             await self._accept(admission, view, trace, tools)
         elif self._inline:
             self._inline = False  # an async get_tools() in disguise
-            self._own(self._accept_later(admission, view, trace, tools))
+            self._own(admission, self._accept_later(admission, view, trace, tools))
         else:
             await self._accept_later(admission, view, trace, tools)
 
@@ -136,13 +149,20 @@ class Admissions:
             raise _get_tools_failed(request, exc) from exc
 
     async def _awaited(self, request: InitRequest, tools: Awaitable[Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         try:
             async with asyncio.timeout(GET_TOOLS_SECONDS):
                 return await tools
         except InvalidRequest as exc:
             raise RequestRejected(str(exc)) from exc
         except BaseException as exc:
+            if self._ending and isinstance(exc, asyncio.CancelledError):
+                raise _draining() from None
             raise _get_tools_failed(request, exc) from exc
+        finally:
+            self._asking.discard(task)
 
     async def _accept_later(
         self, admission: Admission, view: RolloutRequest, trace: TraceContext | None, tools: Awaitable[Any]
@@ -194,6 +214,10 @@ class Admissions:
             logger.error("rollout %r: admission failed", admission.request.rollout_id, exc_info=exc)
             exc = RequestError("the service failed while it admitted the rollout; its log says how")
         self._conclude(admission, None, exc)
+
+
+def _draining() -> ServiceUnavailable:
+    return ServiceUnavailable("the service is shutting down", "draining", 5)
 
 
 def _get_tools_failed(request: InitRequest, exc: BaseException) -> GetToolsFailed:

@@ -18,6 +18,9 @@ _LONGEST_QUOTE = 100
 def check_media_type(request: web.BaseRequest) -> str | None:
     """The content encoding to undo, if any. Raises `UnsupportedMediaType` for what is not JSON or not known."""
     headers = request.headers
+    coding = headers.get("Transfer-Encoding")
+    if coding is not None and coding.strip().lower() != "chunked":
+        raise UnsupportedMediaType(f"the Transfer-Encoding must be chunked, not {_shown(coding)}")
     kind = headers.get("Content-Type")
     if kind and kind != "application/json":
         essence = kind.partition(";")[0].strip().lower()
@@ -56,7 +59,7 @@ async def read_body(request: web.BaseRequest, limit_bytes: int, pause_seconds: f
         body = await _read(request, limit_bytes, pause_seconds)
     except web.RequestPayloadError as exc:
         raise InvalidJSON(f"the body cannot be read: {exc}") from None
-    if encoding is None or (len(body) != length and _is_unpacked(body, encoding)):
+    if encoding is None or (len(body) != length and _may_be_unpacked(request) and _is_unpacked(body, encoding)):
         return body
     return _unpack(body, encoding, limit_bytes)
 
@@ -89,6 +92,11 @@ async def _read(request: web.BaseRequest, limit_bytes: int, pause_seconds: float
         if size > limit_bytes:
             raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
         parts.append(part)
+
+
+def _may_be_unpacked(request: web.BaseRequest) -> bool:
+    """Whether the server in front of us undoes encodings, or may: our own (`server.guard`) says so of itself."""
+    return bool(getattr(request.protocol, "undoes_encodings", True))
 
 
 def _is_unpacked(body: bytes, encoding: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +21,9 @@ from rollout.wire import encode_strict
 
 PREFIX = "/v1/rollout"
 LONGEST_WAIT_SECONDS = 60.0
+
+_SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}", re.ASCII)
+"""Python's `float()` takes more: other digits, 1_0, exponents."""
 
 _ID = "{rollout_id:[^/]+}"
 """Any characters: a slash comes percent-encoded, and braces, which a plain placeholder refuses, may be in an id."""
@@ -58,11 +61,11 @@ class Routes:
             for path, handler in posts.items():
                 app.router.add_post(prefix + path, handler, expect_handler=_expect_nothing_yet)
             for path, handler in gets.items():
-                app.router.add_get(prefix + path, handler)
-        app.router.add_get("/health", self.health)
-        app.router.add_route("*", "/health", self.no_such_method)
-        app.router.add_get("/platform/health", self.platform_health)
-        app.router.add_get("/metrics", self.metrics)
+                app.router.add_get(prefix + path, handler, expect_handler=_expect_nothing_yet)
+        others = {"/health": self.health, "/platform/health": self.platform_health, "/metrics": self.metrics}
+        for path, handler in others.items():
+            app.router.add_get(path, handler, expect_handler=_expect_nothing_yet)
+        app.router.add_route("*", "/health", self.no_such_method, expect_handler=_expect_nothing_yet)
 
     @property
     def open_handlers(self) -> tuple[Handler, ...]:
@@ -145,13 +148,9 @@ def _wait_of(request: web.Request) -> float:
     text = request.query.get("wait")
     if text is None or text == "":
         return 0.0
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= LONGEST_WAIT_SECONDS:
+    if not _SECONDS.fullmatch(text) or float(text) > LONGEST_WAIT_SECONDS:
         raise InvalidRequest(f"must be a number of seconds from 0 to {LONGEST_WAIT_SECONDS:g} - at `?wait`")
-    return seconds
+    return float(text)
 
 
 def describe_routes(app: web.Application) -> list[tuple[str, str]]:

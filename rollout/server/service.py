@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import Struct
 
 from rollout.agent.context import Checkpoints, RolloutContext
 from rollout.agent.runner import Cause, RolloutRun
-from rollout.errors import NotFound, ResultDropped, StoreError
+from rollout.errors import NotFound, ResultDropped, ServiceUnavailable, StoreError
 from rollout.executors.base import Ended, Executor, Job
 from rollout.executors.local import LocalExecutor
 from rollout.hosts import AllowedHosts
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _STORE_PAUSE_SECONDS = 0.25
 _LONGEST_STORE_PAUSE_SECONDS = 4.0
+_CANCELS_IN_ONE_GO = 1000
 
 FLUSH_SECONDS = 10.0
 """How long a shutdown waits for deliveries in flight after the last rollout has ended."""
@@ -159,6 +160,7 @@ class Service:
         await enter(self.sweeper)
         await self.executor.start(self._starting, self._ended)
         self._owned.push_async_callback(self.executor.stop)
+        self._owned.push_async_callback(self._end_tasks)
         self._running = self.reports.is_running = True
         await self._recover()
 
@@ -170,14 +172,15 @@ class Service:
             timeout_seconds=self.settings.server.rollout_timeout_seconds,
             get_tools=self.admissions.tools_again,
             submit=self.executor.submit,
-            end=self._ended_before,
+            end=self._ended,
         )
         await recovery.run()
 
-    async def _ended_before(self, ended: Ended) -> None:
-        task = asyncio.create_task(self._ended(ended))  # its trainer may be slow, the start is not
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Refuse what is new, give the running rollouts their grace, deliver, and let go. May be called twice."""
@@ -190,7 +193,7 @@ class Service:
         if live:
             logger.info("draining: %s to end, %g s for that", counted(live, "rollout"), grace)
         try:
-            await self.admissions.finish()
+            await self.admissions.finish(grace)
             await self.executor.drain(grace)
             await self._wait_until_written()
             await self.outbox.flush(FLUSH_SECONDS)
@@ -245,6 +248,7 @@ class Service:
             request.endpoints().chat,
             rollout_id=job.rollout_id,
             key=request.api_key if request.llm_api_key is None else request.llm_api_key,
+            secrets=request.secrets(),
             deadline=job.deadline,
             span=span,
             run=job.run,
@@ -278,10 +282,24 @@ class Service:
     # ------------------------------------------------------------ out
 
     async def _ended(self, ended: Ended) -> None:
-        """Write the terminal result, then pay it out. The first result wins."""
-        job = ended.job
+        """See to it that the terminal result is written and paid out.
+
+        The caller's task has run an agent, which may have left behind what cancels it: a timer, a child. So where
+        writing has to wait, that and the delivery are a task of our own. In memory nothing comes in between, and a
+        delivery that is cut off stays due: there the caller's task will do.
+        """
         self._unwritten += 1
         self._all_written.clear()
+        if not self.registry.store.suspends:
+            await self._pay_out(ended)
+            return
+        task = asyncio.create_task(self._pay_out(ended), name="rollout-result")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pay_out(self, ended: Ended) -> None:
+        """Write the terminal result, then deliver it. The first result wins."""
+        job = ended.job
         try:
             record = await self._write_end(ended)
         finally:
@@ -335,7 +353,8 @@ class Service:
                 "Idempotency-Key": idempotency_header(record.rollout_id),
                 **span.headers(),
             }
-            await self.trainer.deliver(callback_url(callback.url), record.result, headers)
+            secrets = () if callback.api_key is None else (callback.api_key,)
+            await self.trainer.deliver(callback_url(callback.url), record.result, headers, secrets)
 
     # ------------------------------------------------------------ questions
 
@@ -369,13 +388,26 @@ class Service:
         return Result(record.result)
 
     async def cancel(self, request: CancelRequest) -> dict[str, str]:
-        """End rollouts; what became of each. Idempotent."""
-        if isinstance(request.ids, list):
-            return {rollout_id: await self._cancel_one(rollout_id) for rollout_id in dict.fromkeys(request.ids)}
-        prefix = request.prefix if isinstance(request.prefix, str) else ""
-        found = dict.fromkeys([r.rollout_id for r in self.registry.live(prefix)] + self.registry.admitting(prefix))
-        dispositions = {rollout_id: await self._cancel_one(rollout_id) for rollout_id in found}
-        return {k: v for k, v in dispositions.items() if v not in ("finished", "not_found")}
+        """End rollouts; what became of each. Idempotent. `ServiceUnavailable` when the service has stopped."""
+        try:
+            if isinstance(request.ids, list):
+                return await self._cancel_all(dict.fromkeys(request.ids))
+            prefix = request.prefix if isinstance(request.prefix, str) else ""
+            live = [record.rollout_id for record in self.registry.live(prefix)]
+            dispositions = await self._cancel_all(dict.fromkeys(live + self.registry.admitting(prefix)))
+            return {k: v for k, v in dispositions.items() if v not in ("finished", "not_found")}
+        except StoreError:
+            if self._running:
+                raise
+            raise ServiceUnavailable("the service is shutting down", "draining", 5) from None
+
+    async def _cancel_all(self, rollout_ids: Iterable[str]) -> dict[str, str]:
+        dispositions: dict[str, str] = {}
+        for count, rollout_id in enumerate(rollout_ids, 1):
+            dispositions[rollout_id] = await self._cancel_one(rollout_id)
+            if not count % _CANCELS_IN_ONE_GO:
+                await asyncio.sleep(0)  # where the state is in memory nothing else lets others in
+        return dispositions
 
     async def _cancel_one(self, rollout_id: str) -> str:
         where = self.executor.cancel(rollout_id, Cause.CANCELLED)

@@ -21,12 +21,52 @@ from rollout.server.guard import guarded
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+"""How many connections the kernel may hold until we take them."""
+
+_ACCEPTED_IN_ONE_GO = 16
+"""asyncio calls this the backlog too. Out of descriptors it fails so many times, with a report for each."""
+
+_RESERVED_DESCRIPTORS = 64
+_SILENT_SECONDS = 10.0
 KEEPALIVE_SECONDS = 75.0
 _CLEANUP_SECONDS = 5.0
 
 
 class AddressInUse(RolloutError):
     """Another process listens there already, or the address cannot be bound."""
+
+
+class _Listener(socket.socket):
+    """A socket that listens with our backlog, also when asyncio starts to listen again with its own."""
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        super().listen(BACKLOG)
+
+
+class _AcceptFailures:
+    """The loop's exception handler: that no descriptor is left is said now and then, not with every try."""
+
+    def __init__(self) -> None:
+        self._silent_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("message") != "socket.accept() out of system resource":
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._silent_until:
+            self._silent_until = loop.time() + _SILENT_SECONDS
+            logger.error("connections cannot be accepted: %s", context.get("exception"))
+
+
+def connection_limit(client_connections: int) -> int | None:
+    """How many connections may be open so that enough descriptors are left for those to the trainers; None: any."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if descriptors == resource.RLIM_INFINITY:
+        return None
+    return max(descriptors - _RESERVED_DESCRIPTORS - client_connections, descriptors // 2)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -40,7 +80,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         raise AddressInUse(f"the host {host!r} cannot be resolved: {exc}") from None
     sockets: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(found):
-        listener = socket.socket(family, kind, protocol)
+        listener = _Listener(family, kind, protocol)
         try:
             if os.name == "posix":
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +89,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             if port == 0 and sockets:
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
             listener.bind(address)
-            listener.listen(BACKLOG)
+            listener.listen()
         except OSError as exc:
             listener.close()
             for other in sockets:
@@ -83,19 +123,24 @@ async def serve_app(
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_AcceptFailures())
     _handle_signals(loop, stop, service.fate_of_the_undelivered)
     servers: list[asyncio.Server] = []
     try:
         await runner.setup()
-        factory = guarded(runner.server, service.settings.server.read_timeout_seconds, loop)
-        servers += [await loop.create_server(factory, sock=listener, backlog=BACKLOG) for listener in sockets]
+        server, client = service.settings.server, service.settings.client
+        limit = connection_limit(client.max_connections or server.max_concurrent_rollouts)
+        factory = guarded(runner.server, server.read_timeout_seconds, loop, limit)
+        for listener in sockets:
+            servers.append(await loop.create_server(factory, sock=listener, backlog=_ACCEPTED_IN_ONE_GO))
+            listener.listen()  # what another loop than asyncio's has set too
         if on_ready is not None:
             on_ready(sockets[0].getsockname()[1])
         await stop.wait()
         await service.stop()
     finally:
-        for server in servers:
-            server.close()
+        for opened in servers:
+            opened.close()
         for listener in sockets:
             listener.close()
         await runner.cleanup()

@@ -57,6 +57,13 @@ def state_of(record: Record, turn: int) -> RolloutState:
 
 def _summary_of(result: bytes) -> _Summary:
     try:
+        return _read_summary(result)
+    except msgspec.DecodeError:  # no JSON at all: the rest of the state is known nevertheless
+        return _UNKNOWN
+
+
+def _read_summary(result: bytes) -> _Summary:
+    try:
         return _decode_summary(result)
     except msgspec.ValidationError:  # an agent put metrics of its own shape there
         fields = msgspec.json.decode(result)

@@ -27,7 +27,10 @@ from rollout.wire import encode_strict
 
 def without_messages(result: bytes) -> bytes:
     """What is kept of a result when its messages are dropped: enough to say how the rollout ended."""
-    fields = msgspec.json.decode(result, type=dict[str, msgspec.Raw])
+    try:
+        fields = msgspec.json.decode(result, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return b"{}"  # not JSON: there is nothing to be said, and the cache has to shrink all the same
     fields["final_messages"] = fields["extra_fields"] = msgspec.Raw(b"null")
     return encode_strict(fields)
 
