@@ -70,7 +70,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="a RolloutRequest as JSON, for a get_tools() that needs one (default: an empty request)",
     )
     settings = commands.add_parser("settings", help="print every setting: its value and where it came from")
-    settings.add_argument("--long", action="store_true", help="print defaults and bounds, too")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
     demo = commands.add_parser("demo", help="serve the calculator agent and drive it through the bundled dataset")
     demo.add_argument(
@@ -220,7 +219,7 @@ def _settings(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([msgspec.to_builtins(row) for row in rows], indent=2))
         return EXIT_OK
-    headings = ("variable", "value", "default", "bounds", "source") if options.long else ("variable", "value", "source")
+    headings = ("variable", "value", "source", "default", "bounds")  # the widest last: what a narrow terminal wraps
     table = [headings, *(tuple(str(getattr(row, name)) for name in headings) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(headings))]
     print(f"All variables begin with {PREFIX}")

@@ -314,9 +314,16 @@ def _env_over(values: Mapping[str, str]) -> Env:
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?", re.ASCII | re.IGNORECASE)
-_FLAGS: dict[str, bool] = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
-    ("false", "0", "no", "off"), False
-)
+_FLAGS: dict[str, bool] = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 def _parse_value(raw: str, spec: SettingSpec) -> Value:

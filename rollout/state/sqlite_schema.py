@@ -142,7 +142,7 @@ def row_of(record: Record, number: int, tools: int, to_wall: Callable[[float], f
 def record_of(row: Row, to_clock: Callable[[float], float]) -> Record:
     """The record in a row of `SELECT`. `ValueError` names one that cannot be read."""
     *columns, tools, result, checkpoint = row
-    named = dict(zip(COLUMNS, columns, strict=True))
+    named: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))  # pyright: ignore[reportAssignmentType]
     del named["number"]
     rollout_id = named.pop("id")
     expires_at, give_up_at = named.pop("expires_at"), named.pop("give_up_at")

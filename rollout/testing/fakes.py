@@ -7,7 +7,7 @@ import copy
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from rollout.completions import CompletionsResult, error_of
 from rollout.testing.faults import Reply
@@ -50,7 +50,7 @@ class ScriptedLLM:
         self.calls.append(call)
         answer = self._next()
         if callable(answer):
-            answer = answer(*call)
+            answer = cast("ScriptedAnswer", answer(*call))
         if isinstance(answer, BaseException):
             raise answer
         reply = as_answer(answer, Reply())
