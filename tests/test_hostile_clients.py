@@ -310,12 +310,17 @@ async def test_who_closes_its_sending_side_gets_all_answers_and_then_the_end(pat
     assert answers.count(b"HTTP/1.1 200 OK") == count
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"GET", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx"], ids=["none", "head", "body"]
-)
-async def test_who_closes_it_before_the_request_is_whole_is_let_go(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", b"GET"], ids=["none", "head"])
+async def test_who_closes_it_before_the_head_is_whole_is_let_go(data: bytes) -> None:
     async with door() as port:
         assert b"200 OK" not in await half_closed(port, data)
+
+
+async def test_who_closes_it_before_the_body_is_whole_is_let_go() -> None:
+    async with door() as port:
+        answer = await half_closed(port, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+
+    assert answer.count(b"200 OK") <= 1  # from Python 3.12 on a handler that needs no body may be done before the end
 
 
 async def test_who_closes_it_between_two_requests_is_let_go() -> None:
