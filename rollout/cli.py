@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,7 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "state": run_state,
     }
     try:
-        return commands[options.command](options)
+        code = commands[options.command](options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `... | head` has seen enough; nor may the flush at the exit find the pipe closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except SettingsError as exc:
         return _complain(f"the settings are wrong:\n{exc}", EXIT_USAGE)
     except (AgentLoadError, UsageError) as exc:

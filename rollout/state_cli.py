@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -115,13 +114,7 @@ def run_state(options: argparse.Namespace) -> int:
         "export": _export,
         "redeliver": _redeliver,
     }
-    try:
-        code = actions[options.action](options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `... | head` has seen enough; nor may the flush at the exit find the pipe closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    return actions[options.action](options)
 
 
 def _reader(options: argparse.Namespace) -> StateReader:

@@ -6,8 +6,10 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -469,3 +471,15 @@ async def test_settings_are_listed_with_value_and_source_and_without_the_key(tmp
     assert (rows["SERVER_PORT"]["value"], rows["SERVER_PORT"]["source"]) == ("9001", ".env")
     assert (rows["CLIENT_MAX_RETRIES"]["value"], rows["CLIENT_MAX_RETRIES"]["source"]) == ("5", "environment")
     assert rows["SERVER_HOST"]["source"] == "default"
+
+
+@pytest.mark.parametrize("command", [["validate", "rollout.examples.calculator:agent"], ["settings"]])
+def test_a_reader_that_has_seen_enough_is_no_error(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout", *command], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, b"")
