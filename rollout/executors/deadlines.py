@@ -34,6 +34,10 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
+    def __len__(self) -> int:
+        """Deadlines that are kept, those that are nobody's any more among them."""
+        return len(self._heap)
+
     def add(self, name: str, deadline: float) -> None:
         """From now on the name has this deadline."""
         heapq.heappush(self._heap, (deadline, name))
