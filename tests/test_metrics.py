@@ -93,10 +93,12 @@ def test_gauges_show_what_was_set_or_what_their_function_returns() -> None:
 def test_records_are_shown_by_status_and_phase_once_there_is_a_function() -> None:
     metrics = Metrics()
     assert not any(name == "rollout_records" for name, _ in shown(metrics))
-    metrics.records.set_function(lambda: {(RolloutStatus.STARTED, Phase.QUEUED): 2, ("ERROR", "delivered"): 1})
+    metrics.records_by_status.set_function(lambda: {(RolloutStatus.STARTED,): 2, ("ERROR",): 1})
+    metrics.records_by_phase.set_function(lambda: {(Phase.QUEUED,): 2})
     samples = shown(metrics)
-    assert samples["rollout_records", frozenset({("status", "STARTED"), ("phase", "queued")})] == 2
-    assert samples["rollout_records", frozenset({("status", "ERROR"), ("phase", "delivered")})] == 1
+    assert samples["rollout_records", frozenset({("status", "STARTED")})] == 2
+    assert samples["rollout_records", frozenset({("status", "ERROR")})] == 1
+    assert samples["rollout_records_in_phase", frozenset({("phase", "queued")})] == 2
 
 
 def test_labelled_gauge_without_a_function_shows_nothing() -> None:

@@ -106,9 +106,8 @@ class Reports:
         metrics.queue_depth.set_function(lambda: capacity().queued)
         metrics.slots_in_use.set_function(lambda: capacity().running)
         metrics.slots_limit.set_function(lambda: capacity().limit)
-        metrics.records.set_function(
-            lambda: {("", phase.value): count for phase, count in store.tally().by_phase.items()}
-        )
+        metrics.records_by_status.set_function(lambda: {(s.value,): n for s, n in store.tally().by_status.items()})
+        metrics.records_by_phase.set_function(lambda: {(p.value,): n for p, n in store.tally().by_phase.items()})
         metrics.store_bytes.set_function(lambda: store.size_bytes)
         metrics.store_failing.set_function(lambda: float(store.failure is not None))
         metrics.store_commits.set_function(lambda: store.commits)
